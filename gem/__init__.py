@@ -1,0 +1,1 @@
+"""GEM, the foundation model: its embeddings, training, metrics and inference engine."""

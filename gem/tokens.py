@@ -1,0 +1,71 @@
+"""Tokens: OneSeq history events, request tokens and candidate tokens (dense tokenization).
+
+Shapes: B requests, C candidates, T history events, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from gem.batch import TensorBatch
+from gem.config import GemConfig, Vocabulary
+from gem.embeddings import Tables
+
+MINUTE_MS = 60_000.0
+NUM_USER_TOKENS = 2
+NUM_REQUEST_TOKENS = NUM_USER_TOKENS + 2  # + statistics, context
+NUM_CANDIDATE_TOKENS = 3
+
+
+class EventTokens(nn.Module):
+    """OneSeq: impressions, clicks, likes … of all surfaces as one time-ordered sequence; the types enter as a mask."""
+
+    def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
+        super().__init__()
+        dim = config.dim
+        self.facts = nn.Linear(vocabulary.num_event_types + 2, dim)
+        self.gate = nn.Linear(vocabulary.num_event_types + 2, dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, batch: TensorBatch, rows: dict[str, Tensor]) -> Tensor:
+        """[T, D]."""
+        gap = torch.log1p(batch.event_gap_ms / MINUTE_MS) / 10
+        facts = torch.cat([batch.event_actions, batch.event_value[:, None], gap[:, None]], dim=1)
+        ad = self.dropout(rows["event_ad"] + rows["event_category"].sum(1))
+        # What was done gates what it was done to: the same ad liked and hidden are opposite evidence.
+        return F.rms_norm(ad * (1 + self.gate(facts)) + rows["event_surface"] + self.facts(facts), (ad.shape[1],))
+
+
+class RequestTokens(nn.Module):
+    """Static user features, history statistics and context as `NUM_REQUEST_TOKENS` tokens."""
+
+    def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
+        super().__init__()
+        self.compress = nn.Linear(vocabulary.num_user_features, NUM_USER_TOKENS, bias=False)
+        self.statistics = nn.Sequential(nn.Linear(vocabulary.user_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
+
+    def forward(self, batch: TensorBatch, rows: dict[str, Tensor]) -> Tensor:
+        """[B, NUM_REQUEST_TOKENS, D]."""
+        users = self.compress(rows["user_category"].transpose(1, 2)).transpose(1, 2)
+        context = rows["surface"] + rows["hour"]
+        tokens = torch.cat([users, self.statistics(batch.user_dense)[:, None], context[:, None]], dim=1)
+        return F.rms_norm(tokens, (tokens.shape[-1],))
+
+
+class CandidateTokens(nn.Module):
+    """An ad's identity, its categories and its numbers, one token each."""
+
+    def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
+        super().__init__()
+        self.numbers = nn.Sequential(nn.Linear(vocabulary.ad_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, batch: TensorBatch, tables: Tables) -> Tensor:
+        """[C, NUM_CANDIDATE_TOKENS, D]."""
+        rows = tables.candidate(batch)
+        categories = rows["ad_category"].sum(1)
+        identity = self.dropout(rows["ad"]) + categories
+        tokens = torch.stack([identity, categories, self.numbers(batch.ad_dense)], dim=1)
+        return F.rms_norm(tokens, (tokens.shape[-1],))

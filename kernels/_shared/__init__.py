@@ -1,0 +1,1 @@
+"""What the Triton kernels share. Importing this package imports no Triton."""

@@ -1,0 +1,1 @@
+"""The outside world of specrank: schema, events, requests, encoding, user log, embedding store and brokers."""
