@@ -19,8 +19,9 @@ class TensorBatch:
     user_categories: Tensor
     user_dense: Tensor
     offsets: Tensor
+    history_ad: Tensor
+    history_categories: Tensor
     event_ad: Tensor
-    event_categories: Tensor
     event_surface: Tensor
     event_actions: Tensor
     event_value: Tensor

@@ -42,7 +42,7 @@ class WukongExpert(nn.Module):
         fm = (own @ projected) * self.dim**-0.5
         fmb = self.mlp(F.layer_norm(fm.flatten(1), (fm[0].numel(),))).view(-1, self.num_fm, self.dim)
         residual = own if self.residual is None else torch.einsum("on,rnd->rod", self.residual, own)
-        return F.rms_norm(torch.cat([fmb, linear], dim=1) + residual, (self.dim,))
+        return F.layer_norm(torch.cat([fmb, linear], dim=1) + residual, (self.dim,))
 
 
 class ExpertMixture(nn.Module):

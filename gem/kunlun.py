@@ -51,7 +51,7 @@ class SeedPooling(nn.Module):
     def forward(self, s_TD: Tensor, events: Events) -> Tensor:
         """[T, D] -> [B, num_summary, D]."""
         key, value = self.key_value(s_TD).view(len(s_TD), 2, self.heads, -1).unbind(1)
-        seeds = F.rms_norm(self.seeds, (self.seeds.shape[1],)).view(len(self.seeds), self.heads, -1)
+        seeds = F.layer_norm(self.seeds, (self.seeds.shape[1],)).view(len(self.seeds), self.heads, -1)
         return sum_kron(seed_pooling(seeds, key, value, events.offsets).flatten(2), self.z, self.w)
 
 
@@ -67,7 +67,7 @@ class PersonalisedFFN(nn.Module):
 
     def forward(self, x_BnD: Tensor, s_TD: Tensor, events: Events) -> Tensor:
         """[B, n, D], [T, D] -> [T, D]."""
-        mixed = F.rms_norm(self.mix(x_BnD.transpose(1, 2)).transpose(1, 2), (x_BnD.shape[-1],))
+        mixed = F.layer_norm(self.mix(x_BnD.transpose(1, 2)).transpose(1, 2), (x_BnD.shape[-1],))
         shape = (len(x_BnD), self.generated, self.heads, -1)
         # 1/tau of the paper is folded into the generated keys: the unscaled operator then computes its formula exactly.
         key = self.key(mixed[:, : self.generated]).view(shape) * x_BnD.shape[-1] ** -0.5
@@ -87,10 +87,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, s_TD: Tensor, events: Events) -> Tensor:
         """[T, D] -> [T, D], residual included."""
-        normed = F.rms_norm(s_TD, (s_TD.shape[1],))
+        normed = F.layer_norm(s_TD, (s_TD.shape[1],))
         query, key, value = self.qkv(normed).view(len(s_TD), 3, self.heads, -1).unbind(1)
-        query = rotary(query, events.position, events.gap_ms)
-        key = rotary(key, events.position, events.gap_ms)
+        turned = rotary(torch.cat([query, key], dim=1), events.position, events.gap_ms)
+        query, key = turned.chunk(2, dim=1)
         return s_TD + self.out(block_attention(query, key, value, events.offsets, block_size=self.block_size).flatten(1))
 
 
@@ -128,7 +128,7 @@ class KunlunLayer(nn.Module):
 
     def keys_values(self, s_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What candidates read of the history, [T, H, E] twice: request side, so computed once per request."""
-        key, value = self.key_value(F.rms_norm(s_TD, (s_TD.shape[1],))).view(len(s_TD), 2, self.heads, -1).unbind(1)
+        key, value = self.key_value(F.layer_norm(s_TD, (s_TD.shape[1],))).view(len(s_TD), 2, self.heads, -1).unbind(1)
         return key, value
 
     def candidate(

@@ -20,22 +20,23 @@ NUM_CANDIDATE_TOKENS = 3
 
 
 class EventTokens(nn.Module):
-    """OneSeq: impressions, clicks, likes … of all surfaces as one time-ordered sequence; the types enter as a mask."""
+    """OneSeq: impressions, clicks, likes … of all surfaces as one time-ordered sequence; type and surface enter as indicators."""
 
     def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
         super().__init__()
-        dim = config.dim
-        self.facts = nn.Linear(vocabulary.num_event_types + 2, dim)
-        self.gate = nn.Linear(vocabulary.num_event_types + 2, dim)
+        self.num_surfaces = vocabulary.num_surfaces + 1  # + events from before the log
+        self.facts = nn.Linear(vocabulary.num_event_types + self.num_surfaces + 2, 2 * config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, batch: TensorBatch, rows: dict[str, Tensor]) -> Tensor:
         """[T, D]."""
         gap = torch.log1p(batch.event_gap_ms / MINUTE_MS) / 10
-        facts = torch.cat([batch.event_actions, batch.event_value[:, None], gap[:, None]], dim=1)
-        ad = self.dropout(rows["event_ad"] + rows["event_category"].sum(1))
+        surface = F.one_hot(batch.event_surface, self.num_surfaces).to(gap.dtype)
+        facts = torch.cat([batch.event_actions, surface, batch.event_value[:, None], gap[:, None]], dim=1)
+        gate, shift = self.facts(facts).chunk(2, dim=1)
+        ad = self.dropout(rows["history_ad"] + rows["history_category"].sum(1))[batch.event_ad]
         # What was done gates what it was done to: the same ad liked and hidden are opposite evidence.
-        return F.rms_norm(ad * (1 + self.gate(facts)) + rows["event_surface"] + self.facts(facts), (ad.shape[1],))
+        return F.layer_norm(torch.addcmul(shift + ad, ad, gate), (ad.shape[1],))
 
 
 class RequestTokens(nn.Module):
@@ -51,7 +52,7 @@ class RequestTokens(nn.Module):
         users = self.compress(rows["user_category"].transpose(1, 2)).transpose(1, 2)
         context = rows["surface"] + rows["hour"]
         tokens = torch.cat([users, self.statistics(batch.user_dense)[:, None], context[:, None]], dim=1)
-        return F.rms_norm(tokens, (tokens.shape[-1],))
+        return F.layer_norm(tokens, (tokens.shape[-1],))
 
 
 class CandidateTokens(nn.Module):
@@ -65,7 +66,7 @@ class CandidateTokens(nn.Module):
     def forward(self, batch: TensorBatch, tables: Tables) -> Tensor:
         """[C, NUM_CANDIDATE_TOKENS, D]."""
         rows = tables.candidate(batch)
-        categories = rows["ad_category"].sum(1)
+        categories = rows["category"].sum(1)
         identity = self.dropout(rows["ad"]) + categories
         tokens = torch.stack([identity, categories, self.numbers(batch.ad_dense)], dim=1)
-        return F.rms_norm(tokens, (tokens.shape[-1],))
+        return F.layer_norm(tokens, (tokens.shape[-1],))

@@ -20,6 +20,8 @@ from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_TIMEOUT_S = 30.0
 """How long a server may take to answer: .1 s when empty, seconds when it has a large file to load."""
@@ -136,9 +138,9 @@ class EmbeddedValkey:
                 self._wait_until_answers(port)
             except EmbeddedServerError:
                 self.kill()
-                if self.port != 0 or attempt == FREE_PORT_ATTEMPTS - 1:
+                if self.port != 0 or attempt == FREE_PORT_ATTEMPTS - 1 or _bindable(port or 0):
                     raise
-                continue
+                continue  # somebody took the port in between
             self.port = port
             return self
         raise EmbeddedServerError(f"found no free port of {_HOST} in {FREE_PORT_ATTEMPTS} attempts")
@@ -233,7 +235,9 @@ class EmbeddedValkey:
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         path = None if self.socket_path is None else str(self.socket_path)
-        with redis.Redis(host=_HOST, port=port or 0, unix_socket_path=path if port is None else None) as client:
+        retry = Retry(NoBackoff(), 0)  # the client's own waits for seconds
+        address: dict[str, Any] = {"unix_socket_path": path} if port is None else {"host": _HOST, "port": port}
+        with redis.Redis(**address, retry=retry) as client:
             while time.monotonic() < deadline and self._process.poll() is None:
                 # A server that still loads its data answers with an error which is a ConnectionError too.
                 with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):

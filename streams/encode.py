@@ -1,6 +1,6 @@
 """The only encoder: raw ids, times and histories -> the arrays that models read. Training and serving both call it.
 
-Shapes: B requests, C candidates over all requests, T history events over all requests.
+Shapes: B requests, C candidates over all requests, T history events over all requests, U different ads among those.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class RequestBatch:
         user_categories: i8[B, Fu]; rows of the users' unified table.
         user_dense: f4[B, Du]; static numbers, then statistics of the history.
         offsets: i8[B + 1]; history rows of request b are offsets[b]:offsets[b + 1], oldest first.
-        event_ad: i8[T]; rows of the ad id table.
-        event_categories: i8[T, Fa]; rows of the ads' unified table.
+        history_ad: i8[U]; each ad of the histories once: rows of the ad id table.
+        history_categories: i8[U, Fa]; rows of the ads' unified table.
+        event_ad: i8[T]; index into the U ads.
         event_surface: i8[T]; the schema's surfaces, then one for events before the log.
         event_actions: f4[T, E]; 1 where the event type holds.
         event_value: f4[T].
@@ -48,8 +49,9 @@ class RequestBatch:
     user_categories: NDArray[np.int64]
     user_dense: NDArray[np.float32]
     offsets: NDArray[np.int64]
+    history_ad: NDArray[np.int64]
+    history_categories: NDArray[np.int64]
     event_ad: NDArray[np.int64]
-    event_categories: NDArray[np.int64]
     event_surface: NDArray[np.int64]
     event_actions: NDArray[np.float32]
     event_value: NDArray[np.float32]
@@ -120,7 +122,8 @@ class Encoder:
         actions = ((history["actions"][:, None] >> self._bits) & 1).astype(np.float32)
         surface = history["surface"].astype(np.int64)
         event_surface = np.where(surface == PRIOR_SURFACE, self.num_surfaces, surface)
-        event_ad, event_categories, _ = self.encode_ads(history["ad"])
+        unique, event_ad = np.unique(history["ad"], return_inverse=True)
+        history_ad, history_categories, _ = self.encode_ads(unique)
         ad, ad_categories, ad_dense = self.encode_ads(candidates)
         user_categories, user_numbers = self.users.features(self.users.find(users))
         statistics = self._history_statistics(actions, event_surface == surfaces[row_request], gap_ms, offsets, row_request)
@@ -130,8 +133,9 @@ class Encoder:
             user_categories=user_categories.astype(np.int64),
             user_dense=np.concatenate([user_numbers, statistics], axis=1),
             offsets=offsets.astype(np.int64),
-            event_ad=event_ad,
-            event_categories=event_categories,
+            history_ad=history_ad,
+            history_categories=history_categories,
+            event_ad=event_ad.astype(np.int64),
             event_surface=event_surface,
             event_actions=actions,
             event_value=history["value"].astype(np.float32),

@@ -296,9 +296,10 @@ class EmbeddingStore:
         scales = None
         if self._scaled:
             scales = np.abs(vectors).max(axis=1) / np.float32(127)
-            units = np.divide(vectors, scales[:, None], out=np.zeros_like(vectors), where=scales[:, None] > 0)
             finite = np.isfinite(scales)
-            codes = np.rint(np.where(finite[:, None], units, 0)).clip(-127, 127).astype(np.int8)
+            scaled = (finite & (scales > 0))[:, None]
+            units = np.divide(vectors, scales[:, None], out=np.zeros_like(vectors), where=scaled)
+            codes = np.rint(units).clip(-127, 127).astype(np.int8)
         else:
             with np.errstate(over="ignore"):
                 codes = vectors.astype(self._dtype)

@@ -1,0 +1,1 @@
+"""Benchmarks of the tensor operators: `python -m benchmarks.kernels [--quick]`."""

@@ -1,0 +1,1 @@
+"""LoopFM: what the foundation model knows, in a form that small models can read (arXiv 2605.29280)."""

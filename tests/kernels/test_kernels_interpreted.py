@@ -1,0 +1,23 @@
+"""Runs the tests of `interpreted/` in processes of their own, where triton is imported in interpreter mode from the start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+LIMIT_S = 240  # a run takes tens of seconds; this bounds a hang
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_kernels_in_the_interpreter(path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider", "--tb=short"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
