@@ -6,53 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from gem.config import GemConfig, Vocabulary
 from gem.model import Gem
 from streams.artifact import ArtifactError, read_manifest, write_artifact
 from streams.encode import Encoder
-from streams.schema import FeatureSchema, SchemaError
+from streams.encoder_file import load_encoder, save_encoder
 
 KIND = "gem"
-WEIGHTS, ENCODER, SCHEMA, CONFIG = "model.safetensors", "encoder.safetensors", "schema.toml", "config.json"
-
-
-def save_encoder(folder: Path, encoder: Encoder) -> None:
-    """Writes the encoder's catalogues and schema into a folder."""
-    save_arrays({name: np.ascontiguousarray(array) for name, array in encoder.arrays().items()}, folder / ENCODER)
-    (folder / SCHEMA).write_bytes(msgspec.toml.encode(_plain(encoder.schema)))
-
-
-def load_encoder(folder: Path) -> Encoder:
-    """Inverse of `save_encoder`.
-
-    Raises:
-        ArtifactError: a file does not parse.
-    """
-    try:
-        schema = FeatureSchema.load(folder / SCHEMA)
-        return Encoder.from_arrays(schema, load_arrays(folder / ENCODER))
-    except (SchemaError, SafetensorError, KeyError) as error:
-        raise ArtifactError(f"encoder in {folder}: {error}") from error
-
-
-def _plain(schema: FeatureSchema) -> dict[str, Any]:
-    # TOML has no null: absent optional fields are left out.
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(inner) for key, inner in value.items() if inner is not None}
-        if isinstance(value, (list, tuple)):
-            return [clean(inner) for inner in value]
-        return value
-
-    plain: dict[str, Any] = clean(msgspec.to_builtins(schema, builtin_types=(__import__("datetime").datetime,)))
-    return plain
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_model(folder: Path, model: Gem, encoder: Encoder, meta: dict[str, Any] | None = None) -> str:

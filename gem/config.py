@@ -63,10 +63,10 @@ class GemConfig:
         dropout: dropout rate of embeddings and of the pair embedding, in training.
     """
 
-    dim: int = 64
-    heads: int = 4
+    dim: int = 32
+    heads: int = 2
     layers: int = 2
-    history: int = 64
+    history: int = 50
     num_seeds: int = 16
     num_summary: int = 4
     num_generated: int = 16

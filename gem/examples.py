@@ -23,7 +23,7 @@ class RequestLog:
         users: u8[R]. surfaces: i8[R]. times_ms: i8[R].
         offsets: i8[R + 1]; candidates of request r.
         ads: u8[C]. labels: f4[C, K].
-        events: i8[C]; index of each candidate's impression in the dataset.
+        events: i8[C]; index of each candidate's impression in the dataset. event_times_ms: i8[C]; its moment.
     """
 
     encoder: Encoder
@@ -35,6 +35,7 @@ class RequestLog:
     ads: NDArray[np.uint64]
     labels: NDArray[np.float32]
     events: NDArray[np.int64]
+    event_times_ms: NDArray[np.int64]
 
     @classmethod
     def of(cls, dataset: Dataset) -> RequestLog:
@@ -54,6 +55,7 @@ class RequestLog:
             ads=dataset.rows["ad"][order],
             labels=dataset.labels[order],
             events=order,
+            event_times_ms=dataset.rows["time_ms"][order],
         )
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ class Layout:
         num_rows: B.
         total: number of packed entries, `offsets[-1]`.
         max_len: longest row, 0 without rows.
-        tiles: memo of `kernels.schedule`, per layout that this one is scheduled against.
+        memo: what schedules and plans derived from this layout, per layout that it was paired with.
     """
 
     def __init__(self, offsets: Tensor, total: int, max_len: int) -> None:
@@ -40,7 +40,7 @@ class Layout:
         self.num_rows = offsets.numel() - 1
         self.total = total
         self.max_len = max_len
-        self.tiles: MutableMapping[Layout, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
+        self.memo: MutableMapping[Layout, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
         self._blocks: dict[int, Blocks] = {}
 
     @property
@@ -76,6 +76,16 @@ class Layout:
         positions_L = torch.arange(self.padded_len, device=self.offsets.device)
         return positions_L < self.lengths[:, None]
 
+    def copy(self) -> Layout:
+        """The same layout under a new object with an empty memo."""
+        return Layout(self.offsets, self.total, self.max_len)
+
+    def select(self, rows: Tensor) -> Layout:
+        """The layout of some rows, int64 [b], packed in this order."""
+        lengths = self.lengths[rows]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return Layout(offsets, int(offsets[-1]), int(lengths.max()) if rows.numel() else 0)
+
     def blocks(self, block_size: int) -> Blocks:
         """The finer layout in which every run of `block_size` entries of a row is a row of its own.
 
@@ -88,9 +98,7 @@ class Layout:
             index_T = torch.arange(row_T.numel(), device=per_row_B.device) - first_B[row_T]
             start_T = index_T * block_size
             offsets = torch.cat([self.offsets[row_T] + start_T, self.offsets[-1:]])
-            self._blocks[block_size] = Blocks(
-                offsets, self.total, min(self.max_len, block_size), row_T, start_T
-            )
+            self._blocks[block_size] = Blocks(offsets, self.total, min(self.max_len, block_size), row_T, start_T)
         return self._blocks[block_size]
 
 

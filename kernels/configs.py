@@ -1,8 +1,8 @@
 """Launch configurations of the Triton kernels: recorded per GPU kind and shape class, tuned only where a GPU is.
 
 A recorded configuration makes a run repeat exactly and costs no tuning at start. The entries below were chosen from the
-registers, spills and shared memory of ahead-of-time compilation (`benchmarks/results/kernels_aot.csv`), not from timings;
-`tune` finds faster ones on a real GPU, to be recorded here.
+registers, spills and shared memory of ahead-of-time compilation (`benchmarks/results/kernels_aot.csv`), not from
+timings; `tune` finds faster ones on a real GPU, to be recorded here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
 
+    def fit(self, own_len: int, other_len: int) -> Config:
+        """The same with tiles no larger than the longest rows need: short rows would leave them empty."""
+        return replace(self, own=min(self.own, _cover(own_len)), other=min(self.other, _cover(other_len)))
+
+
+def _cover(size: int) -> int:
+    """The power of two, at least 16, that covers `size`: 16 is the smallest tile of a matrix instruction."""
+    return max(16, 1 << max(size - 1, 0).bit_length())
+
 
 def shape_class(width: int, element_size: int) -> str:
     """`narrow` or `wide` heads (up to 64 features, or more), or `fp32`, whose tiles need twice the room."""
@@ -47,6 +56,9 @@ _DEFAULT: dict[tuple[str, str], Config] = {
     ("fused", "narrow"): Config(64, 64, 4, 2),
     ("fused", "wide"): Config(64, 64, 8, 2),
     ("fused", "fp32"): Config(32, 32, 4, 1),
+    ("fused_backward", "narrow"): Config(64, 64, 4, 2),
+    ("fused_backward", "wide"): Config(32, 64, 8, 2),
+    ("fused_backward", "fp32"): Config(32, 32, 4, 1),
     ("gemm", "narrow"): Config(64, 64, 4, 3),
     ("gemm", "wide"): Config(128, 128, 8, 3),
     ("gemm", "fp32"): Config(64, 64, 4, 2),
@@ -65,7 +77,7 @@ def kind_of(device: torch.device) -> tuple[int, int]:
 
 
 def select(job: str, width: int, element_size: int, kind: tuple[int, int]) -> Config:
-    """The recorded configuration of a job (`forward`, `backward`, `fused`, `gemm`) for a shape on a GPU kind.
+    """The recorded configuration of a job (a first key of the table above) for a shape on a GPU kind.
 
     Raises:
         KeyError: an unknown job.
@@ -93,7 +105,7 @@ def tune(candidates: Iterable[Config], run: Callable[[Config], object], repeats:
     best: tuple[Config, float] | None = None
     for config in candidates:
         run(config)  # compiles
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(repeats):
             run(config)

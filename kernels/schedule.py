@@ -1,7 +1,8 @@
 """Which tile of a jagged operator runs where: valid tiles only, heaviest first, dealt zigzag to the workers.
 
-Jagged rows differ in length by orders of magnitude. Dealing the tiles in order of falling work, and turning round after each
-round, gives every worker one tile of each weight class: its load exceeds the mean by at most one tile (see `worker_of`).
+Jagged rows differ in length by orders of magnitude. Dealing the tiles in order of falling work, and turning round after
+each round, gives every worker one tile of each weight class: its load exceeds the mean by at most one tile (see
+`worker_of`).
 Source: the zigzag assignment of the generalised dot-product attention kernel (PyTorch engineering post, 2026-03).
 """
 
@@ -77,8 +78,8 @@ def attention_tiles(
         own_is_keys: the tiles are keys reading queries (the backward pass of keys and values).
     """
     # A layout may meet itself: the weak table then maps it to itself without keeping it alive.
-    memo = own.tiles.setdefault(other, {})
-    key = (own_size, other_size, causal, window, own_is_keys)
+    memo = own.memo.setdefault(other, {})
+    key = ("tiles", own_size, other_size, causal, window, own_is_keys)
     if key not in memo:
         pieces = own.blocks(own_size)
         row, start = pieces.parent_row, pieces.parent_start
@@ -90,7 +91,8 @@ def attention_tiles(
         if window is not None:
             reads = reads.clamp(max=own_size + 2 * window)
         memo[key] = sort_tiles(row, start, (reads + other_size - 1) // other_size)
-    return memo[key]
+    tiles: Tiles = memo[key]
+    return tiles
 
 
 def sort_tiles(row: Tensor, start: Tensor, work: Tensor) -> Tiles:

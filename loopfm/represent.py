@@ -52,6 +52,26 @@ class Representer:
         surface = batch.surface[batch.request].astype(np.float32)
         return self.engine.user_embedding(state), np.concatenate([z, logits, surface[:, None]], axis=1)
 
+    def at_states(
+        self,
+        users: NDArray[np.uint64],
+        state_ms: NDArray[np.int64],
+        surfaces: NDArray[np.int64],
+        history: NDArray[np.void],
+        offsets: NDArray[np.int64],
+        ads: NDArray[np.uint64],
+        owner: NDArray[np.int64],
+    ) -> tuple[FloatArray, FloatArray]:
+        """`represent` for users as their logs stand after the event at `state_ms`, the last one included.
+
+        Args:
+            users: u8[B]. state_ms: i8[B]. surfaces: i8[B]; where the pairs are expected to be shown.
+            history: LOG_ROW[T]; offsets: i8[B + 1]; events up to and including `state_ms`.
+            ads: u8[C]; owner: i8[C]; user of each ad, non-decreasing.
+        """
+        batch = self.engine.encoder.encode(users, surfaces, state_ms + 1, history, offsets, ads, owner)
+        return self.represent(batch)
+
     def user_rows(self, users: FloatArray, pairs: FloatArray, offsets: NDArray[np.int64], ads: NDArray[np.uint64]) -> FloatArray:
         """Stored user rows f4[B, U + P + 1]: the user embedding, and the mean over a sample of the user's pairs where it has any.
 

@@ -54,14 +54,14 @@ class FmLayout:
 
 @dataclass(frozen=True)
 class FmFeatures:
-    """Embeddings as served, for one request's m candidates or for a training table.
+    """Embeddings as served, for m candidates of one request or of many.
 
     Attributes:
         pair: f4[m, P - 1]; z and logits of the level that was found; zeros at levels USER and NONE.
         same_surface: f4[m]; 1 where the row was computed for the surface that asks.
         level: u1[m]; `streams.levels.Level`.
         age_ms: i8[m]; age of the row that was used; -1 at level NONE.
-        user: f4[m or 1, U]; zeros where there is none.
+        user: f4[r, U]; the user embedding, zeros where there is none; r = 1 for one request, r = m for many.
     """
 
     pair: NDArray[np.float32]
@@ -83,41 +83,56 @@ class FmFeatures:
 
 
 def resolve(
-    pairs: Rows, user: Rows, ads: NDArray[np.uint64], surface: int, now_ms: int, version: int, layout: FmLayout
+    pair: NDArray[np.float32],
+    pair_age_ms: NDArray[np.int64],
+    user: NDArray[np.float32],
+    user_age_ms: NDArray[np.int64],
+    surface: NDArray[np.int64] | int,
+    layout: FmLayout,
 ) -> FmFeatures:
     """Walks the levels for each candidate: pair (fresh, then stale), user aggregate, user, none.
 
-    A row counts only if everything it depends on happened strictly before `now_ms` and its FM version is the one in use.
-
     Args:
-        pairs: the user's pair rows.
-        user: the user's own row, or none.
-        ads: u8[m].
-        surface: index of the surface that asks.
-        now_ms: moment of the request.
-        version: FM version in use.
+        pair: f4[m, P]; pair vectors; anything where there is no row.
+        pair_age_ms: i8[m]; age of the row, -1 where there is none. Ages of 0 (the row may know the request's own moment) and
+            ages above the failover TTL count as none.
+        user: f4[r, U + P + 1]; user vectors, r = 1 or m.
+        user_age_ms: i8[r]; the same for user rows.
+        surface: index of the surface that asks, or i8[m].
         layout: widths and lifetimes.
     """
-    features = FmFeatures.none(len(ads), layout)
-    pair, same, level, age = features.pair, features.same_surface, features.level, features.age_ms
-    own = np.array([USER_ROW], dtype=np.uint64)
+    has_pair = (pair_age_ms > 0) & (pair_age_ms <= layout.failover_ttl_ms)
+    has_user = (user_age_ms > 0) & (user_age_ms <= layout.failover_ttl_ms)
+    has_aggregate = has_user & (user[:, -1] > 0.5)
+    from_user = np.where(has_aggregate, Level.USER_AGGREGATE, np.where(has_user, Level.USER, Level.NONE))
+    from_pair = np.where(pair_age_ms <= layout.ttl_ms, Level.PAIR_FRESH, Level.PAIR_STALE)
+    aggregate = user[:, layout.user_dim : -1]
+    vector = np.where(has_pair[:, None], pair, np.where(has_aggregate[:, None], aggregate, 0.0))
+    return FmFeatures(
+        pair=vector[:, :-1].astype(np.float32),
+        same_surface=((has_pair | has_aggregate) & (vector[:, -1] == surface)).astype(np.float32),
+        level=np.where(has_pair, from_pair, from_user).astype(np.uint8),
+        age_ms=np.where(has_pair, pair_age_ms, np.where(has_user, user_age_ms, -1)),
+        user=np.where(has_user[:, None], user[:, : layout.user_dim], 0.0).astype(np.float32),
+    )
+
+
+def resolve_rows(
+    pairs: Rows, user: Rows, ads: NDArray[np.uint64], surface: int, now_ms: int, version: int, layout: FmLayout
+) -> FmFeatures:
+    """`resolve` for one request, from the rows of its user as the store gave them.
+
+    Args:
+        pairs: the user's pair rows. user: the user's own row, or none.
+        ads: u8[m]. surface: index of the surface that asks. now_ms: moment of the request.
+        version: FM version in use; rows of another one count as none.
+        layout: widths and lifetimes.
+    """
     lifetimes = (layout.ttl_ms, layout.failover_ttl_ms)
-    user_at, _, user_age = lookup(user, own, now_ms, version, *lifetimes)
-    user_vector = features.user
-    if user_at[0] >= 0:
-        row = user.vectors[user_at[0]]
-        user_vector = row[None, : layout.user_dim].astype(np.float32)
-        aggregate, exists = row[layout.user_dim : -1], row[-1] > 0.5
-        level[:] = Level.USER_AGGREGATE if exists else Level.USER
-        age[:] = user_age[0]
-        if exists:
-            pair[:] = aggregate[:-1]
-            same[:] = float(aggregate[-1] == surface)
-    at, pair_level, pair_age = lookup(pairs, ads, now_ms, version, *lifetimes)
-    found = at >= 0
-    if found.any():
-        rows = pairs.vectors[at[found]]
-        pair[found] = rows[:, :-1]
-        same[found] = rows[:, -1] == surface
-        level[found], age[found] = pair_level[found], pair_age[found]
-    return FmFeatures(pair, same, level, age, user_vector)
+    at, _, age = lookup(pairs, ads, now_ms, version, *lifetimes)
+    user_at, _, user_age = lookup(user, np.array([USER_ROW], dtype=np.uint64), now_ms, version, *lifetimes)
+    pair_vector = pairs.vectors[at] if len(pairs) else np.zeros((len(ads), layout.pair_dim), np.float32)
+    user_vector = user.vectors[user_at] if len(user) else np.zeros((1, layout.user_row_dim), np.float32)
+    return resolve(
+        pair_vector, np.where(at >= 0, age, -1), user_vector, np.where(user_at >= 0, user_age, -1), surface, layout
+    )

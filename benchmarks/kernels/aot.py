@@ -1,7 +1,7 @@
 """Compile every Triton kernel for GPUs that are not here, and record what it will occupy there.
 
-The operators run on CPU tensors while each launch is intercepted: it is compiled for the target with exactly the arguments,
-specialisation and configuration that a launch on that GPU would have, and not executed. Run as
+The operators run on CPU tensors while each launch is intercepted: it is compiled for the target with exactly the
+arguments, specialisation and configuration that a launch on that GPU would have, and not executed. Run as
 `python -m benchmarks.kernels.aot [--out FILE] [--only NAME]`, in a process without TRITON_INTERPRET.
 """
 
@@ -27,6 +27,7 @@ from kernels import configs
 from kernels.testing import offsets_of
 
 TARGETS = (80, 90, 100)
+FIRST_FP8_TARGET = 89  # GPUs before it have no E4M3 type
 RESULT = Path(__file__).parents[1] / "results" / "kernels_aot.csv"
 LENGTHS = [0, 1, 63, 64, 65, 200]
 REQUESTS = len(LENGTHS)
@@ -34,7 +35,7 @@ REQUESTS = len(LENGTHS)
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one kernel occupies on one target; `spill_bytes` is memory per thread for values that registers cannot hold."""
+    """What one kernel occupies on one target; `spill_bytes` is memory per thread for what registers cannot hold."""
 
     operator: str
     kernel: str
@@ -64,6 +65,8 @@ def jobs(dtype: torch.dtype, width: int) -> dict[str, Callable[[], None]]:
     from kernels.gdpa import triton_pffn as pffn
     from kernels.grouped_gemm import triton as grouped
     from kernels.jagged_attention import triton as jagged
+    from kernels.jagged_attention import triton_rotary
+    from kernels.quantize import triton as quantize
 
     total, heads = sum(LENGTHS), 4
     rows = layout_of(offsets_of(LENGTHS), total)
@@ -77,6 +80,9 @@ def jobs(dtype: torch.dtype, width: int) -> dict[str, Callable[[], None]]:
     def generated() -> list[Tensor]:
         return [packed(total, heads, width), *(packed(REQUESTS, 128, heads, width) for _ in range(2))]
 
+    def multiply(x: quantize.Quantized) -> None:
+        quantize.scaled_matmul(x, x.T, dtype)
+
     scale = width**-0.5
     shuffled = torch.tensor([2, 0, 1, 1, 5])
     return {
@@ -86,15 +92,16 @@ def jobs(dtype: torch.dtype, width: int) -> dict[str, Callable[[], None]]:
         "jagged_attention_causal_window": lambda: run_both(
             lambda q, k, v: jagged.attention(q, k, v, rows, rows, True, 100, scale), *qkv()
         ),
+        "rotary": lambda: run_both(
+            lambda x: triton_rotary.rotate(x, torch.zeros(total, width // 2)), packed(total, heads, width)
+        ),
         "seed_pooling": lambda: run_both(
             lambda q, k, v: jagged.attention_shared(q, k, v, rows, scale), packed(32, heads, width), *qkv()[1:]
         ),
         "block_attention": lambda: run_both(
             lambda q, k, v: block.attention(q, k, v, rows.blocks(64), 64, scale), *qkv()
         ),
-        "gdpa": lambda: run_both(
-            lambda q, k, v: gdpa.gdpa(q, k, v, rows, "gelu", 1.0, 1.0, None), *generated()
-        ),
+        "gdpa": lambda: run_both(lambda q, k, v: gdpa.gdpa(q, k, v, rows, "gelu", 1.0, 1.0, None), *generated()),
         "gdpa_fast_gelu": lambda: run_both(
             lambda q, k, v: gdpa.gdpa(q, k, v, rows, "fast_gelu", 1.0, 1.0, None), *generated()
         ),
@@ -111,6 +118,8 @@ def jobs(dtype: torch.dtype, width: int) -> dict[str, Callable[[], None]]:
         "grouped_gemm": lambda: run_both(
             lambda x, w: grouped.grouped_gemm(x, w, rows), packed(total, 4 * width), packed(REQUESTS, 4 * width, 256)
         ),
+        "fp8_rows": lambda: multiply(quantize.quantize_fp8_rows(packed(256, 4 * width))),
+        "fp8_mx": lambda: multiply(quantize.quantize_mxfp8(packed(256, 4 * width))),
     }
 
 
@@ -180,13 +189,16 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 is set: the interpreter does not compile")
-    shapes = [(torch.bfloat16, 128)] if args.quick else [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float32, 64)]
+    shapes = (
+        [(torch.bfloat16, 128)] if args.quick else [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float32, 64)]
+    )
     records: list[Record] = []
     for dtype, width in shapes:
         for name, call in jobs(dtype, width).items():
             if args.only in name:
                 for arch in args.target or TARGETS:
-                    records += compile_job(name, call, arch, dtype, width)
+                    if arch >= FIRST_FP8_TARGET or not name.startswith("fp8"):
+                        records += compile_job(name, call, arch, dtype, width)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Record)], lineterminator="\n")

@@ -1,7 +1,7 @@
 """Helpers of the Triton kernels: the import itself, the zigzag slot, and what every launch needs.
 
-Kernel arguments are pointers first, then sizes, then strides, then compile-time constants. Offsets and strides are 64-bit, so
-packed tensors may exceed 2^31 elements; positions inside one row are 32-bit.
+Kernel arguments are pointers first, then sizes, then strides, then compile-time constants. Offsets and strides are
+64-bit, so packed tensors may exceed 2^31 elements; positions inside one row are 32-bit.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 

@@ -174,9 +174,7 @@ def _meta(q: Tensor, block_size: int, job: str) -> dict[str, Any]:
     }
 
 
-def attention(
-    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, blocks: Blocks, block_size: int, scale: float
-) -> Tensor:
+def attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, blocks: Blocks, block_size: int, scale: float) -> Tensor:
     """Attention of each entry over its own block (see `kernels.block_attention.block_attention`)."""
     if block_size > LARGEST_BLOCK:  # a block is a jagged row: the kernel with an online softmax takes any length
         return jagged.attention(q_NHD, k_NHD, v_NHD, blocks, blocks, False, None, scale)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels._jagged import Layout, pad_layout, unpad_layout
+from kernels._buckets import plan_buckets
+from kernels._jagged import Layout
 from kernels.gdpa.activations import ACTIVATIONS
 
 
@@ -20,18 +21,20 @@ def gdpa(
     scale_after: float,
     window: int | None,
 ) -> Tensor:
-    """scale_after * act(scale_before * q k^T) v over the padded batch (see `kernels.gdpa.gdpa`)."""
-    q_BHLD = pad_layout(q_NHD, rows).transpose(1, 2)
+    """scale_after * act(scale_before * q k^T) v over padded buckets (see `kernels.gdpa.gdpa`)."""
     # The scales go onto the short generated side, not onto the scores.
     k_BHDK = (k_BKHD * scale_before if scale_before != 1.0 else k_BKHD).permute(0, 2, 3, 1)
     v_BHKD = (v_BKHD * scale_after if scale_after != 1.0 else v_BKHD).transpose(1, 2)
-    score_BHLK = q_BHLD @ k_BHDK
-    if window is not None:
-        i_L = torch.arange(score_BHLK.shape[2], device=q_NHD.device)
-        j_K = torch.arange(score_BHLK.shape[3], device=q_NHD.device)
-        score_BHLK = score_BHLK.masked_fill((i_L[:, None] - j_K).abs() > window, 0.0)
-    out_BHLD = ACTIVATIONS[activation](score_BHLK) @ v_BHKD
-    return unpad_layout(out_BHLD.transpose(1, 2), rows, q_NHD.shape[0])
+    plan = plan_buckets(rows)
+    outs = []
+    for q_BLHD, k, v in zip(plan.own.pad(q_NHD), plan.rows_of(k_BHDK), plan.rows_of(v_BHKD), strict=True):
+        score_BHLK = q_BLHD.transpose(1, 2) @ k
+        if window is not None:
+            i_L = torch.arange(score_BHLK.shape[2], device=q_NHD.device)
+            j_K = torch.arange(score_BHLK.shape[3], device=q_NHD.device)
+            score_BHLK = score_BHLK.masked_fill((i_L[:, None] - j_K).abs() > window, 0.0)
+        outs.append((ACTIVATIONS[activation](score_BHLK) @ v).transpose(1, 2))
+    return plan.own.unpad(outs, q_NHD.shape[0])
 
 
 def gdpa_pffn(

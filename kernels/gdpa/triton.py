@@ -380,6 +380,7 @@ def launch_backward_kv(
     """Gradients of keys and values; `norm` holds mean and reciprocal deviation per query when they are normalised."""
     heads, num_keys = q.shape[1], k.shape[1]
     config = configs.select("backward", q.shape[2], q.element_size(), configs.kind_of(q.device))
+    config = config.fit(num_keys, rows.max_len)
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
     tiles = key_tiles(rows, num_keys, config.own, config.other)
     if tiles.num and heads:
@@ -420,6 +421,7 @@ class _Gdpa(torch.autograd.Function):
     def forward(ctx, q, k, v, rows, activation, scale_before, scale_after, window):
         heads, num_keys = q.shape[1], k.shape[1]
         config = configs.select("forward", q.shape[2], q.element_size(), configs.kind_of(q.device))
+        config = config.fit(rows.max_len, num_keys)
         out = zero_tail(q.new_empty(q.shape), rows.total)
         tiles = query_tiles(rows, config.own)
         if tiles.num and heads:
@@ -455,6 +457,7 @@ class _Gdpa(torch.autograd.Function):
         heads, num_keys = q.shape[1], k.shape[1]
         d_out = lane_dense(d_out)
         config = configs.select("backward", q.shape[2], q.element_size(), configs.kind_of(q.device))
+        config = config.fit(rows.max_len, num_keys)
         d_q = zero_tail(q.new_empty(q.shape), rows.total)
         tiles = query_tiles(rows, config.own)
         if tiles.num and heads:

@@ -1,8 +1,8 @@
-"""The personalised feed-forward block for GPUs: both norms, both residuals and GDPA in one forward and two backward kernels.
+"""The personalised feed-forward block for GPUs: norms, residuals and GDPA in one forward and two backward kernels.
 
-The norms run over all heads of an entry, so one program owns a tile of queries with every head and walks the heads several
-times; what it computed in an earlier walk it reads back from global memory (its own writes, behind a barrier). Only q, k and v
-are saved: the backward recomputes the statistics and the attention.
+The norms run over all heads of an entry, so one program owns a tile of queries with every head and walks the heads
+several times; what it computed in an earlier walk it reads back from global memory (its own writes, behind a barrier).
+Only q, k and v are saved: the backward recomputes the statistics and the attention.
 With qhat = LN(q), a = gdpa(qhat) + qhat, r = 1 / sqrt(mean(a^2) + eps), out = r a + q:
 da = r (g - r^2 a mean(a g)); dqhat = da + dgdpa(da); dq = rstd (dqhat - mean(dqhat) - qhat mean(dqhat qhat)) + g.
 Source: norm layout of the PyTorch post on free normalisation (2026-07), reimplemented from its equations.
@@ -282,6 +282,7 @@ class _Pffn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, rows, activation, scale_before, scale_after, window, eps):
         config = configs.select("fused", q.shape[2], q.element_size(), configs.kind_of(q.device))
+        config = config.fit(rows.max_len, k.shape[1])
         out = zero_tail(q.new_empty(q.shape), rows.total)
         tiles = query_tiles(rows, config.own)
         if tiles.num and q.shape[1]:
@@ -317,7 +318,8 @@ class _Pffn(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         rows, activation, scale_before, scale_after, window, eps = ctx.options
         d_out = lane_dense(d_out)
-        config = configs.select("fused", q.shape[2], q.element_size(), configs.kind_of(q.device))
+        config = configs.select("fused_backward", q.shape[2], q.element_size(), configs.kind_of(q.device))
+        config = config.fit(rows.max_len, k.shape[1])
         d_q = zero_tail(q.new_empty(q.shape), rows.total)
         d_a = q.new_empty(q.shape)
         mean, rstd = (q.new_empty(q.shape[0], dtype=torch.float32) for _ in range(2))

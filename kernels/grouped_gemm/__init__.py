@@ -1,4 +1,4 @@
-"""Matrix products of ragged groups of rows, each with its own weight, and small linears that share an input as one product.
+"""Matrix products of ragged groups of rows, each with its own weight, and small linears fused into one product.
 
 Source: grouped GEMM and horizontal fusion as in adaptive ranking models (engineering post, 2026-03).
 """
@@ -64,4 +64,5 @@ def fused_linears(x_NK: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     for i, w_KO in enumerate(weights):
         check_floats(x_NK=x_NK, **{f"weights[{i}]": w_KO})
         check_shape(f"weights[{i}]", w_KO, (x_NK.shape[-1], None))
-    return list((x_NK @ torch.cat(list(weights), dim=1)).split([w.shape[1] for w in weights], dim=-1))
+    joined = x_NK @ torch.cat(list(weights), dim=1)
+    return list(joined.split_with_sizes([w.shape[1] for w in weights], dim=-1))

@@ -1,6 +1,7 @@
 """The grouped matrix product for GPUs: tiles of rows that never straddle two groups.
 
-The gradient of the input is the same kernel with transposed weights; the gradient of the weights sums over a group's rows.
+The gradient of the input is the same kernel with transposed weights; the gradient of the weights sums over a group's
+rows.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return, type-arg"
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels._jagged import Layout, pad_layout, unpad_layout
+from kernels._buckets import Bucket, plan_buckets
+from kernels._jagged import Layout
 
 
 def attention(
@@ -20,29 +21,46 @@ def attention(
     scale: float,
 ) -> Tensor:
     """Attention of each row's queries over the row's keys (see `kernels.jagged_attention.jagged_attention`)."""
-    q_BHLD = pad_layout(q_NHD, queries).transpose(1, 2)
-    k_BHLD = pad_layout(k_MHD, keys).transpose(1, 2)
-    v_BHLD = pad_layout(v_MHD, keys).transpose(1, 2)
-    has_key: Tensor | None = None
-    if causal or window is not None:
-        legal_B1QK = _legal(queries, keys, causal, window)[:, None]
-        has_key = legal_B1QK.any(-1, keepdim=True)
-        mask: Tensor | None = legal_B1QK | ~has_key
-    else:
-        mask = _key_mask(keys)
-    out_BHLD = scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale)
-    if has_key is not None:
-        out_BHLD = out_BHLD * has_key
-    return unpad_layout(out_BHLD.transpose(1, 2), queries, q_NHD.shape[0])
+    plan = plan_buckets(queries, keys)
+    padded = zip(plan.buckets, plan.own.pad(q_NHD), plan.other.pad(k_MHD), plan.other.pad(v_MHD), strict=True)
+    outs = [_padded(*part, causal, window, scale) for part in padded]
+    return plan.own.unpad(outs, q_NHD.shape[0])
 
 
 def attention_shared(q_SHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, keys: Layout, scale: float) -> Tensor:
     """Attention of shared queries over each row's keys (see `kernels.jagged_attention.jagged_attention_shared`)."""
-    q_BHSD = q_SHD.transpose(0, 1).expand(keys.num_rows, -1, -1, -1)
-    k_BHLD = pad_layout(k_MHD, keys).transpose(1, 2)
-    v_BHLD = pad_layout(v_MHD, keys).transpose(1, 2)
-    out_BHSD = scaled_dot_product_attention(q_BHSD, k_BHLD, v_BHLD, attn_mask=_key_mask(keys), scale=scale)
-    return out_BHSD.transpose(1, 2)
+    plan = plan_buckets(keys)
+    outs = []
+    for bucket, k_BLHD, v_BLHD in zip(plan.buckets, plan.own.pad(k_MHD), plan.own.pad(v_MHD), strict=True):
+        q_BSHD = q_SHD.expand(bucket.own.num_rows, -1, -1, -1)
+        outs.append(_fused(q_BSHD, k_BLHD, v_BLHD, _key_mask(bucket.own), scale))
+    return plan.rows_to(outs)
+
+
+def _padded(
+    bucket: Bucket,
+    q_BLHD: Tensor,
+    k_BLHD: Tensor,
+    v_BLHD: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention over one padded bucket [B, Lq, H, D]."""
+    if not causal and window is None:
+        return _fused(q_BLHD, k_BLHD, v_BLHD, _key_mask(bucket.other), scale)
+    legal_B1QK = _legal(bucket.own, bucket.other, causal, window)[:, None]
+    has_key_B1Q1 = legal_B1QK.any(-1, keepdim=True)
+    # A query without a key reads all of them, so that its softmax is finite, and is zeroed after.
+    out_BLHD = _fused(q_BLHD, k_BLHD, v_BLHD, legal_B1QK | ~has_key_B1Q1, scale)
+    return out_BLHD * has_key_B1Q1.transpose(1, 2)
+
+
+def _fused(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    out_BHLD = scaled_dot_product_attention(
+        q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return out_BHLD.transpose(1, 2)
 
 
 def _key_mask(keys: Layout) -> Tensor | None:

@@ -66,10 +66,19 @@ def rotary(
         log_gap_N = torch.log1p(time_gap_ms_N.to(torch.float64) / time_scale_ms).to(dtype)
         time_NP = log_gap_N[:, None] * _ladder(num_time, base, x_NHD.device, dtype)
         angle_NP = torch.cat([angle_NP, time_NP], dim=1)
+    if x_NHD.is_cuda:
+        from kernels.jagged_attention import triton_rotary
+
+        return triton_rotary.rotate(x_NHD, angle_NP)
+    return rotate(x_NHD, angle_NP)
+
+
+def rotate(x_NHD: Tensor, angle_NP: Tensor) -> Tensor:
+    """Pairs (d, d + D/2) of every head turned by angles [N, D/2], in the dtype of the angles; the definition."""
     cos_N1P, sin_N1P = angle_NP.cos()[:, None], angle_NP.sin()[:, None]
-    first_NHP, second_NHP = x_NHD.to(dtype).chunk(2, dim=-1)
-    turned = torch.cat([first_NHP * cos_N1P - second_NHP * sin_N1P, second_NHP * cos_N1P + first_NHP * sin_N1P], dim=-1)
-    return turned.to(x_NHD.dtype)
+    first_NHP, second_NHP = x_NHD.to(angle_NP.dtype).chunk(2, dim=-1)
+    turned = [first_NHP * cos_N1P - second_NHP * sin_N1P, second_NHP * cos_N1P + first_NHP * sin_N1P]
+    return torch.cat(turned, dim=-1).to(x_NHD.dtype)
 
 
 def _ladder(num: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Jagged attention for GPUs: online softmax forward; the backward recomputes the weights from the saved log-sum-exp.
 
-Source: flash attention's recomputation (arXiv 2205.14135) on jagged rows (arXiv 2409.15373); queries and keys keep their own
-offsets, so that self, cross, shared and candidate attention are one kernel. Programs are persistent and walk the zigzag list of
-`kernels.schedule`.
+Source: flash attention's recomputation (arXiv 2205.14135) on jagged rows (arXiv 2409.15373); queries and keys keep
+their own offsets, so that self, cross, shared and candidate attention are one kernel. Programs are persistent and walk
+the zigzag list of `kernels.schedule`.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return, type-arg"
 
@@ -306,6 +306,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, queries, keys, causal, window, scale, shared):
         num_out, heads, width = queries.total if shared else q.shape[0], q.shape[1], q.shape[2]
         config = configs.select("forward", width, q.element_size(), configs.kind_of(q.device))
+        config = config.fit(queries.max_len, keys.max_len)
         tiles = attention_tiles(queries, keys, config.own, config.other, causal=causal, window=window)
         out = zero_tail(q.new_empty((num_out, heads, width)), queries.total)
         lse = q.new_empty((heads, num_out), dtype=torch.float32)
@@ -350,7 +351,7 @@ class _Attention(torch.autograd.Function):
         causal, window, scale, shared = ctx.options
         num_out, heads, width = out.shape
         d_out = lane_dense(d_out)
-        config = configs.select("backward", width, q.element_size(), configs.kind_of(q.device))
+        recorded = configs.select("backward", width, q.element_size(), configs.kind_of(q.device))
         # Shared queries get one gradient per row, summed below: deterministic, unlike atomic additions.
         d_q = zero_tail(torch.empty_like(out, dtype=torch.float32 if shared else None), queries.total)
         d_k = zero_tail(k.new_empty(k.shape), keys.total)
@@ -363,11 +364,12 @@ class _Attention(torch.autograd.Function):
             "WINDOWED": window is not None,
             "SHARED": shared,
             "PRECISION": dot_precision(q.dtype),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
+            "num_warps": recorded.num_warps,
+            "num_stages": recorded.num_stages,
         }
         layouts = (queries.offsets, keys.offsets)
         numbers = (num_out, scale, window if window is not None else 0)
+        config = recorded.fit(queries.max_len, keys.max_len)
         tiles = attention_tiles(queries, keys, config.own, config.other, causal=causal, window=window)
         if tiles.num and heads:
             workers = min(tiles.num, configs.num_workers(q.device, heads))
@@ -394,9 +396,8 @@ class _Attention(torch.autograd.Function):
                 BLOCK_N=config.other,
                 **meta,
             )
-        tiles = attention_tiles(
-            keys, queries, config.own, config.other, causal=causal, window=window, own_is_keys=True
-        )
+        config = recorded.fit(keys.max_len, queries.max_len)
+        tiles = attention_tiles(keys, queries, config.own, config.other, causal=causal, window=window, own_is_keys=True)
         if tiles.num and heads:
             workers = min(tiles.num, configs.num_workers(q.device, heads))
             _backward_kv[(workers, heads)](

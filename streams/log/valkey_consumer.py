@@ -158,16 +158,12 @@ class Consumer:
             if key in wanted and self._cursors[key] != _NEW:
                 self._cursors[key] = found[-1][0].decode() if full else _NEW
         until_ms = min(complete_ms) if len(self._topics) > 1 else float("inf")
-        # Of the last millisecond there may be more to come, so it waits; unless it is all there is.
-        return self._release(lambda time_ms: time_ms < until_ms) or self._release(lambda time_ms: time_ms <= until_ms)
-
-    def _release(self, ready: Callable[[int], bool]) -> list[Record]:
-        released = []
+        ready = []
         for key, held in self._held.items():
-            num_ready = sum(ready(_time_ms(record)) for record in held)  # ready ones come first: ids ascend
-            released += held[:num_ready]
+            num_ready = sum(_time_ms(record) <= until_ms for record in held)  # they come first: ids ascend
+            ready += held[:num_ready]
             self._held[key] = held[num_ready:]
-        return released
+        return ready
 
     def _records(self, key: str, entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[Record]:
         topic, records, gone = self._topics[key], [], []

@@ -1,4 +1,4 @@
-"""Runs the tests of `interpreted/` in processes of their own, where triton is imported in interpreter mode from the start."""
+"""Runs the tests of `interpreted/` in processes of their own, where triton starts in interpreter mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 240  # a run takes tens of seconds; this bounds a hang
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_kernels_in_the_interpreter(path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", str(path), "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

@@ -17,7 +17,7 @@ import streams.log.valkey
 from streams.log import LogUnavailable, Record, Retry, reject
 from streams.log.throttle import Throttle
 from streams.log.valkey import ValkeyLog
-from streams.log.valkey_consumer import stream_key
+from streams.log.valkey_consumer import Consumer, stream_key
 
 
 @contextmanager
@@ -259,7 +259,12 @@ def test_streams_are_bounded(client: redis.Redis) -> None:
     assert log.lag("t", "g") == client.xlen(stream_key("t"))
 
 
-def test_records_that_fell_out_while_pending_are_counted_and_passed_over(client: redis.Redis) -> None:
+@pytest.mark.parametrize("claims", [True, False], ids=["seen when claiming", "seen when reading"])
+def test_records_that_fell_out_while_pending_are_counted_and_passed_over(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch, claims: bool
+) -> None:
+    if not claims:
+        monkeypatch.setattr(Consumer, "_claim", lambda self: None)
     log, seen = ValkeyLog(client), Collector()
     log.publish_many("t", [("k", b"%d" % i) for i in range(10)])
     client.xgroup_create(stream_key("t"), "g", "0")

@@ -1,7 +1,7 @@
 """These tests run the Triton kernels: through the interpreter, or on a GPU where one is.
 
-The interpreter must be chosen before anything imports triton, so they are collected only in a process that was started for
-them (`tests/kernels/test_kernels_interpreted.py` starts it).
+The interpreter must be chosen before anything imports triton, so they are collected only in a process that was started
+for them (`tests/kernels/test_kernels_interpreted.py` starts it).
 """
 
 from __future__ import annotations

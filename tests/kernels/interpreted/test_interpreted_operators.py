@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_cases import BLOCK, CASES, D, Case, gdpa_case, pffn
+from kernel_cases import BLOCK, CASES, Case, D, gdpa_case, pffn
 from torch import Tensor
 
 from kernels import configs
 from kernels.gdpa import ACTIVATIONS
-from kernels.testing import assert_as_good, strided, value_and_gradients
+from kernels.jagged_attention import triton_rotary
+from kernels.jagged_attention.rotary import rotate
+from kernels.testing import assert_as_good, poisoned, strided, value_and_gradients
 
 LENGTHS = [
     [],
@@ -105,6 +107,17 @@ def test_every_output_is_written(name: str) -> None:
 @pytest.mark.parametrize("make", [gdpa_case, pffn])
 def test_every_activation(make: type[Case], activation: str) -> None:
     check(make([0, 1, 7, 4], 2, activation))
+
+
+@pytest.mark.parametrize("num", [0, 1, 33, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rotation(num: int, dtype: torch.dtype) -> None:
+    x = strided(poisoned(num, 2, 6, tail=0, dtype=dtype))
+    angle = torch.randn(num, 3) * 100
+    found = value_and_gradients(lambda x: triton_rotary.rotate(x, angle), x)
+    plain = value_and_gradients(lambda x: rotate(x, angle), x)
+    exact = value_and_gradients(lambda x: rotate(x, angle.double()), x.double())
+    assert_as_good(found, plain, exact)
 
 
 def test_head_width_is_off_the_tile() -> None:

@@ -1,0 +1,21 @@
+"""Settings of a worker process; environment prefix `SPECRANK_WORKER_`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class WorkerSettings(BaseSettings):
+    """One Solaris worker process."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECRANK_WORKER_")
+
+    gem: Path = Field(description="artifact of the foundation model")
+    autoencoder: Path = Field(description="artifact of the representation autoencoder")
+    redis_url: str = Field(description="store and embedded log, such as redis://127.0.0.1:6379/0")
+    consumer: str = Field("worker-0", description="name in the consumer group; a restarted worker keeps its name")
+    slate_size: int = Field(100, ge=1)
+    flops_per_s: float | None = Field(None, gt=0, description="FM budget; unbounded where absent")
