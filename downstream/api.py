@@ -81,8 +81,10 @@ def create_app(settings: ApiSettings, log: ActivityLog) -> FastAPI:
     app = FastAPI(title="specrank", version="1", lifespan=lifespan)
 
     def answer(body: bytes) -> bytes:
-        result = service.rank(parse(body))
-        publisher.put(result.served)
+        request = parse(body)
+        result = service.rank(request)
+        if not request.shadow:
+            publisher.put(result.served)
         return orjson.dumps(result.body)
 
     @app.post("/v1/rank", response_class=Response, responses=_responses(), openapi_extra=_request_schema())
@@ -155,6 +157,9 @@ def _responses() -> dict[int | str, dict[str, Any]]:
     bad = {"detail": "unknown surface 'home'; legal values: 0, 1, 2"}
     return {
         200: {"description": "Ranked candidates", "content": {JSON: {"example": EXAMPLE_RESPONSE}}},
-        422: {"description": "A value outside the schema, named with the legal ones", "content": {JSON: {"example": bad}}},
+        422: {
+            "description": "A value outside the schema, named with the legal ones",
+            "content": {JSON: {"example": bad}},
+        },
         503: {"description": "Too many requests are waiting"},
     }

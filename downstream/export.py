@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from downstream.inputs import CANDIDATE_INPUTS, FM_STATE
 from downstream.artifact import GRAPH, KIND, META, OUTPUT, RankerMeta, input_names
+from downstream.inputs import CANDIDATE_INPUTS, FM_STATE
 from downstream.ranker import Ranker
+from downstream.weights import save_weights
 from streams.artifact import write_artifact
 from streams.encode import Encoder
 from streams.encoder_file import save_encoder
 from streams.features import FmLayout
+
 
 class _Positional(nn.Module):
     """The ranker with its inputs in a row, as the exporter wants them."""
@@ -58,7 +60,8 @@ def export_graph(ranker: Ranker, encoder: Encoder, layout: FmLayout, path: Path)
     examples = example_inputs(encoder, layout, num_events=7, num_candidates=5)
     events, candidates = Dim("events", min=0, max=100_000), Dim("candidates", min=1, max=100_000)
     dynamic = tuple(
-        {1: events} if name.startswith("event_") else {1: candidates} if name in CANDIDATE_INPUTS else None for name in names
+        {1: events} if name.startswith("event_") else {1: candidates} if name in CANDIDATE_INPUTS else None
+        for name in names
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,7 +80,12 @@ def export_graph(ranker: Ranker, encoder: Encoder, layout: FmLayout, path: Path)
 
 
 def save_ranker(
-    folder: Path, ranker: Ranker, encoder: Encoder, layout: FmLayout, fm_version: int, meta: dict[str, Any] | None = None
+    folder: Path,
+    ranker: Ranker,
+    encoder: Encoder,
+    layout: FmLayout,
+    fm_version: int,
+    meta: dict[str, Any] | None = None,
 ) -> str:
     """Writes the servable artifact: graph, encoder and what fetching needs; returns its version (content hash)."""
     known = RankerMeta(ranker.config.history, layout, fm_version, encoder.schema.objectives)
@@ -85,6 +93,7 @@ def save_ranker(
     def write(staging: Path) -> None:
         export_graph(ranker, encoder, layout, staging / GRAPH)
         save_encoder(staging, encoder)
+        save_weights(staging, ranker)
         (staging / META).write_bytes(msgspec.json.encode(known))
 
     return write_artifact(folder, KIND, meta or {}, write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,14 +18,23 @@ class ApiMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter("specrank_requests", "Requests by outcome", ["variant", "status"], registry=self.registry)
-        self.candidates = Counter("specrank_candidates", "Candidates by embedding level", ["level"], registry=self.registry)
+        self.requests = Counter(
+            "specrank_requests", "Requests by outcome", ["variant", "status"], registry=self.registry
+        )
+        self.candidates = Counter(
+            "specrank_candidates", "Candidates by embedding level", ["level"], registry=self.registry
+        )
         self.seconds = Histogram(
             "specrank_stage_seconds", "Time by stage of ranking", ["stage"], buckets=BUCKETS_S, registry=self.registry
         )
         self.degraded = Counter("specrank_degraded", "Answers without the store", registry=self.registry)
-        self.fm_calls = Counter("specrank_fm_calls_on_path", "FM calls while a caller waits; stays 0", registry=self.registry)
-        self.served_dropped = Counter("specrank_served_dropped", "Served records lost for a full buffer", registry=self.registry)
+        self.fm_calls = Gauge(
+            "specrank_fm_calls", "FM runs of this process; serving must have none", registry=self.registry
+        )
+        self.fm_calls.set_function(_fm_calls)
+        self.served_dropped = Counter(
+            "specrank_served_dropped", "Served records lost for a full buffer", registry=self.registry
+        )
         self.pending = Gauge("specrank_pending_requests", "Requests waiting or in work", registry=self.registry)
 
     def ranked(self, variant: str, timings_ms: dict[str, float], levels: NDArray[np.uint8], degraded: bool) -> None:
@@ -45,3 +56,9 @@ class ApiMetrics:
     def render(self) -> bytes:
         """Text exposition format."""
         return generate_latest(self.registry)
+
+
+def _fm_calls() -> float:
+    # Looked up, not imported: a process that never loads the FM cannot run it, and must not load it for this.
+    engine = sys.modules.get("gem.engine")
+    return float(sum(engine.CALLS.values())) if engine is not None else 0.0

@@ -57,7 +57,9 @@ class ServedPublisher:
                 self._wake.wait()
                 continue
             try:
-                self._log.publish_many(SERVED_TOPIC, [(f"{served.user:016x}", encode_served(served)) for served in batch])
+                self._log.publish_many(
+                    SERVED_TOPIC, [(f"{served.user:016x}", encode_served(served)) for served in batch]
+                )
             except LogUnavailable as error:
                 if self._stop.is_set():
                     logger.warning("%d served records are lost, the log is away: %s", len(self._buffer), error)

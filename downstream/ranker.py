@@ -28,15 +28,15 @@ class RankerConfig:
 
     Attributes:
         dim: width D. heads: attention heads. hidden: width of the MLP.
-        history: events of a user that are read.
+        history: fresh events of a user that are read; long histories are the FM's.
         use_fm: whether it reads FM embeddings; the control of an experiment does not.
         fm_dropout: share of requests that lose theirs in training, so that an outage is no surprise.
     """
 
-    dim: int = 32
-    heads: int = 4
-    hidden: int = 128
-    history: int = 50
+    dim: int = 16
+    heads: int = 2
+    hidden: int = 64
+    history: int = 10
     use_fm: bool = True
     fm_dropout: float = 0.05
 

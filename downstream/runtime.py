@@ -39,7 +39,9 @@ class RankerRuntime:
         except (OSError, msgspec.MsgspecError) as error:
             raise ArtifactError(f"{folder / META} does not describe a ranker: {error}") from error
         if meta.objectives != encoder.schema.objectives:
-            raise ArtifactError(f"{folder / META} has objectives {meta.objectives}, its schema {encoder.schema.objectives}")
+            raise ArtifactError(
+                f"{folder / META} has objectives {meta.objectives}, its schema {encoder.schema.objectives}"
+            )
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3

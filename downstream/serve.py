@@ -30,7 +30,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise PortBusyError(f"port {port} on {host} cannot be used: {error.strerror}; choose another with --port") from error
+            raise PortBusyError(
+                f"port {port} on {host} cannot be used: {error.strerror}; choose another with --port"
+            ) from error
         raise
     return sock
 

@@ -73,7 +73,9 @@ class RankService:
             raise BadRequestError(str(error)) from error
         now_ms = time.time_ns() // 1_000_000 if request.time_ms is None else request.time_ms
         if not MIN_TIME_MS <= now_ms < MAX_TIME_MS:
-            raise BadRequestError(f"time_ms {now_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}")
+            raise BadRequestError(
+                f"time_ms {now_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}"
+            )
         if len(np.unique(ads)) != len(ads):
             raise BadRequestError("candidates: an ad is given twice")
         fetched = variant.fetcher.fetch(user, surface, now_ms, ads)

@@ -29,6 +29,7 @@ class RankerTable:
         requests: i8[R], in order of time.
         features: FM features as served, aligned with the shown ads of `requests`, C in all; `user` f4[C, U].
         teacher: f4[C, K]; FM probabilities. has_teacher: bool [C].
+        frozen_ms: histories end here at the latest, for per-user metrics.
     """
 
     log: RequestLog
@@ -36,11 +37,14 @@ class RankerTable:
     features: FmFeatures
     teacher: NDArray[np.float32]
     has_teacher: NDArray[np.bool_]
+    frozen_ms: int | None = None
 
-    def batch(self, part: NDArray[np.int64], history: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, NDArray[np.int64]]:
+    def batch(
+        self, part: NDArray[np.int64], history: int
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, NDArray[np.int64]]:
         """Inputs of some requests (indices into `requests`), their candidates' mask [B, N], and the shown ads' indices."""
         requests = self.requests[part]
-        encoded, _ = self.log.encode(requests, history)
+        encoded, _ = self.log.encode(requests, history, frozen_ms=self.frozen_ms)
         counts = self.log.offsets[requests + 1] - self.log.offsets[requests]
         starts = self._starts()[part]
         index = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
@@ -59,14 +63,21 @@ class RankerTable:
 def take(features: FmFeatures, index: NDArray[np.int64]) -> FmFeatures:
     """Some rows of features of many requests."""
     return FmFeatures(
-        features.pair[index], features.same_surface[index], features.level[index], features.age_ms[index], features.user[index]
+        features.pair[index],
+        features.same_surface[index],
+        features.level[index],
+        features.age_ms[index],
+        features.user[index],
     )
 
 
 def join(parts: list[FmFeatures]) -> FmFeatures:
     """Features one after the other; each `user` must be aligned with its candidates."""
     return FmFeatures(
-        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("pair", "same_surface", "level", "age_ms", "user"))
+        *(
+            np.concatenate([getattr(p, name) for p in parts])
+            for name in ("pair", "same_surface", "level", "age_ms", "user")
+        )
     )
 
 
@@ -92,14 +103,22 @@ class RankerTrainConfig:
 
 
 def train_ranker(
-    table: RankerTable, layout: FmLayout, config: RankerConfig, training: RankerTrainConfig, *, name: str = "ranker", progress: bool = True
+    table: RankerTable,
+    layout: FmLayout,
+    config: RankerConfig,
+    training: RankerTrainConfig,
+    *,
+    name: str = "ranker",
+    progress: bool = True,
 ) -> Ranker:
     """Trains a ranker; the same table and configuration give the same weights."""
     prepare_allocator()
     torch.manual_seed(training.seed)
     rng = np.random.default_rng(training.seed)
     model = Ranker(config, table.log.encoder, layout).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
+    )
     labels, teacher = torch.from_numpy(table.labels_of()), torch.from_numpy(table.teacher)
     has_teacher = torch.from_numpy(table.has_teacher)
     total = training.passes * -(-len(table.requests) // training.batch)

@@ -5,20 +5,26 @@ Shapes: B requests, C candidates, U user width, P pair width, K objectives.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
 
 from gem.batch import TensorBatch
 from gem.checkpoint import load_model
 from gem.model import Gem, RequestState
 from streams.artifact import version_u64
 from streams.encode import Encoder, RequestBatch
+from streams.rows import LOG_ROW
 
 FloatArray = NDArray[np.float32]
+
+_COUNTED_PAIRS = 64
+CALLS = Counter[str]()  # FM runs of this process by half; a serving process must never have any
 
 
 class FoundationModel(Protocol):
@@ -60,6 +66,7 @@ class GemEngine:
     @torch.inference_mode()
     def encode_request(self, batch: RequestBatch) -> RequestState:
         """f_R, once per request."""
+        CALLS["encode_request"] += 1
         return self.model.encode_request(TensorBatch.of(batch))
 
     def user_embedding(self, state: RequestState) -> FloatArray:
@@ -70,5 +77,27 @@ class GemEngine:
     @torch.inference_mode()
     def embed_pairs(self, state: RequestState, batch: RequestBatch) -> tuple[FloatArray, FloatArray]:
         """(pair embeddings f4[C, P], logits f4[C, K]) of the batch's candidates."""
+        CALLS["embed_pairs"] += 1
         output = self.model.encode_candidates(state, TensorBatch.of(batch))
         return output.pair.numpy(), output.logits.numpy()
+
+    def flops(self) -> tuple[float, float]:
+        """(FLOPs of f_R for a user with a full history, FLOPs of f_C for one pair), counted on a run with made-up input."""
+        history = np.zeros(self.history, dtype=LOG_ROW)
+        history["time_ms"] = np.arange(self.history)
+        batch = TensorBatch.of(
+            self.encoder.encode(
+                np.zeros(1, np.uint64),
+                np.zeros(1, np.int64),
+                np.array([self.history + 1]),
+                history,
+                np.array([0, self.history]),
+                np.arange(_COUNTED_PAIRS, dtype=np.uint64),
+                np.zeros(_COUNTED_PAIRS, np.int64),
+            )
+        )
+        with torch.inference_mode(), FlopCounterMode(display=False) as request:
+            state = self.model.encode_request(batch)
+        with torch.inference_mode(), FlopCounterMode(display=False) as pairs:
+            self.model.encode_candidates(state, batch)
+        return float(request.get_total_flops()), pairs.get_total_flops() / _COUNTED_PAIRS

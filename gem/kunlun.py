@@ -91,7 +91,9 @@ class SelfAttention(nn.Module):
         query, key, value = self.qkv(normed).view(len(s_TD), 3, self.heads, -1).unbind(1)
         turned = rotary(torch.cat([query, key], dim=1), events.position, events.gap_ms)
         query, key = turned.chunk(2, dim=1)
-        return s_TD + self.out(block_attention(query, key, value, events.offsets, block_size=self.block_size).flatten(1))
+        return s_TD + self.out(
+            block_attention(query, key, value, events.offsets, block_size=self.block_size).flatten(1)
+        )
 
 
 class KunlunLayer(nn.Module):
@@ -114,11 +116,11 @@ class KunlunLayer(nn.Module):
         # Candidate side: deep cross attention (arXiv 2607.27744) and an expert that reads the request.
         self.query = nn.Linear(num_candidate * dim, num_candidate * dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
-        self.cross = WukongExpert(
-            2 * num_candidate, tokens, num_candidate, dim, config.fm_rank, config.expert_hidden
-        )
+        self.cross = WukongExpert(2 * num_candidate, tokens, num_candidate, dim, config.fm_rank, config.expert_hidden)
 
-    def request(self, x_BnD: Tensor, s_TD: Tensor, summary: Tensor | None, events: Events) -> tuple[Tensor, Tensor, Tensor]:
+    def request(
+        self, x_BnD: Tensor, s_TD: Tensor, summary: Tensor | None, events: Events
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(request tokens, history, summary) of the next layer; the summary is reused by layers that do not pool."""
         if self.pools or summary is None:
             summary = self.pooling(s_TD, events)

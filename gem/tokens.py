@@ -45,7 +45,9 @@ class RequestTokens(nn.Module):
     def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
         super().__init__()
         self.compress = nn.Linear(vocabulary.num_user_features, NUM_USER_TOKENS, bias=False)
-        self.statistics = nn.Sequential(nn.Linear(vocabulary.user_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
+        self.statistics = nn.Sequential(
+            nn.Linear(vocabulary.user_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
+        )
 
     def forward(self, batch: TensorBatch, rows: dict[str, Tensor]) -> Tensor:
         """[B, NUM_REQUEST_TOKENS, D]."""
@@ -60,7 +62,9 @@ class CandidateTokens(nn.Module):
 
     def __init__(self, vocabulary: Vocabulary, config: GemConfig) -> None:
         super().__init__()
-        self.numbers = nn.Sequential(nn.Linear(vocabulary.ad_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
+        self.numbers = nn.Sequential(
+            nn.Linear(vocabulary.ad_dense, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, batch: TensorBatch, tables: Tables) -> Tensor:

@@ -109,7 +109,9 @@ class Trainer:
         prepare_allocator()
         total = sum(-(-len(day) // self.config.batch) for day in days)
         start = self._restore(resume) if resume is not None and resume.exists() else 0
-        with tqdm(total=total, initial=self.step, desc="gem", unit="step", disable=not progress, mininterval=1.0) as bar:
+        with tqdm(
+            total=total, initial=self.step, desc="gem", unit="step", disable=not progress, mininterval=1.0
+        ) as bar:
             for index in range(start, len(days)):
                 if before_day is not None:
                     self.model.eval()
@@ -159,7 +161,9 @@ class Trainer:
     def _restore(self, path: Path) -> int:
         state = load_resume(path)
         if state["config"] != self.config:
-            raise ValueError(f"{path} was written by a run with {state['config']}, not {self.config}; remove it to start anew")
+            raise ValueError(
+                f"{path} was written by a run with {state['config']}, not {self.config}; remove it to start anew"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = int(state["step"])

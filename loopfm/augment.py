@@ -47,7 +47,9 @@ class Augmented:
         frame = pl.read_parquet(path)
         logits = [name for name in frame.columns if name.startswith("logit_")]
         if not logits or not {"event", "z", "version"} <= set(frame.columns):
-            raise ValueError(f"{path} is no augmented table: it needs event, logit_*, z and version; found {frame.columns}")
+            raise ValueError(
+                f"{path} is no augmented table: it needs event, logit_*, z and version; found {frame.columns}"
+            )
         versions = frame["version"].unique()
         if len(versions) > 1:
             raise ValueError(f"{path} mixes {len(versions)} FM versions; a sequence of representations must hold one")

@@ -60,7 +60,9 @@ class Autoencoder(nn.Module):
         self.register_buffer("mean", torch.zeros(config.input_dim))
         self.register_buffer("spread", torch.ones(config.input_dim))
         self.encoder = nn.Linear(config.input_dim, config.z_dim)
-        self.decoders = nn.ModuleList(nn.Linear(prefix, config.input_dim) for prefix in (*config.prefixes, config.z_dim))
+        self.decoders = nn.ModuleList(
+            nn.Linear(prefix, config.input_dim) for prefix in (*config.prefixes, config.z_dim)
+        )
 
     def encode(self, embedding: Tensor) -> Tensor:
         """[n, input_dim] -> z [n, z_dim], each entry in (-1, 1)."""
@@ -73,7 +75,9 @@ class Autoencoder(nn.Module):
     def loss(self, embedding: Tensor) -> Tensor:
         """Sum over prefixes of the mean squared error, in units of the embedding's variance."""
         target = (embedding.detach() - self.mean) / self.spread
-        return torch.stack([(target - found).square().mean() for found in self.decode(self.encode(embedding.detach()))]).sum()
+        return torch.stack(
+            [(target - found).square().mean() for found in self.decode(self.encode(embedding.detach()))]
+        ).sum()
 
     @torch.no_grad()
     def unexplained(self, embedding: Tensor) -> list[float]:
@@ -111,7 +115,9 @@ def fit_autoencoder(embeddings: NDArray[np.float32], config: AutoencoderConfig) 
 
 def quantize_int4(z: NDArray[np.float32]) -> NDArray[np.float32]:
     """clamp(round(8 z), -8, 7) / 8: sixteen levels, a quarter of f16's size; error at most 1/16 below z = 15/16."""
-    quantized: NDArray[np.float32] = np.clip(np.round(INT4_STEPS * z), -INT4_STEPS, INT4_STEPS - 1) / np.float32(INT4_STEPS)
+    quantized: NDArray[np.float32] = np.clip(np.round(INT4_STEPS * z), -INT4_STEPS, INT4_STEPS - 1) / np.float32(
+        INT4_STEPS
+    )
     return quantized
 
 

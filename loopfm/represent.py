@@ -18,7 +18,9 @@ from streams.encode import RequestBatch
 from streams.features import FmLayout
 
 FloatArray = NDArray[np.float32]
-AGGREGATE_SAMPLE = 8  # pairs of a slate whose mean stands for the user: those with the smallest ids, so that any order gives the same
+AGGREGATE_SAMPLE = (
+    8  # pairs of a slate whose mean stands for the user: those with the smallest ids, so that any order gives the same
+)
 
 
 class Representer:
@@ -30,7 +32,9 @@ class Representer:
         self.version = int.from_bytes(hashlib.sha256(both).digest()[:8], "little")
         config = engine.model.config
         if autoencoder.config.input_dim != config.pair_dim:
-            raise ValueError(f"the autoencoder reads {autoencoder.config.input_dim} entries, the FM gives {config.pair_dim}")
+            raise ValueError(
+                f"the autoencoder reads {autoencoder.config.input_dim} entries, the FM gives {config.pair_dim}"
+            )
         objectives = engine.model.vocabulary.num_objectives
         self.layout = FmLayout(autoencoder.config.z_dim, config.user_dim, objectives)
 
@@ -72,7 +76,9 @@ class Representer:
         batch = self.engine.encoder.encode(users, surfaces, state_ms + 1, history, offsets, ads, owner)
         return self.represent(batch)
 
-    def user_rows(self, users: FloatArray, pairs: FloatArray, offsets: NDArray[np.int64], ads: NDArray[np.uint64]) -> FloatArray:
+    def user_rows(
+        self, users: FloatArray, pairs: FloatArray, offsets: NDArray[np.int64], ads: NDArray[np.uint64]
+    ) -> FloatArray:
         """Stored user rows f4[B, U + P + 1]: the user embedding, and the mean over a sample of the user's pairs where it has any.
 
         Args:

@@ -10,7 +10,7 @@ Shapes: R requests, N candidates of a request, C shown ads, S states (moments at
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,18 @@ class ServedStates:
     user_state: NDArray[np.int64]
 
 
+def part_of(
+    states: ServedStates, log: RequestLog, requests: NDArray[np.int64], part: NDArray[np.int64]
+) -> ServedStates:
+    """The states of some of the requests: `part` is a run of `requests`."""
+    if not len(part):
+        return replace(states, pair_state=states.pair_state[:0], user_state=states.user_state[:0])
+    _, local = log.candidate_indices(requests)
+    first, last = np.searchsorted(requests, [part[0], part[-1]])
+    low, high = np.searchsorted(local, [first, last + 1])
+    return replace(states, pair_state=states.pair_state[low:high], user_state=states.user_state[low:high])
+
+
 @dataclass
 class _User:
     """Rows of one user: slate ads, pair rows (ad -> (state_ms, state)), newest state."""
@@ -54,7 +66,14 @@ class _User:
     newest_ms: int = NONE
 
 
-def served_states(log: RequestLog, requests: NDArray[np.int64], slates: NDArray[np.uint64], max_rows: int) -> ServedStates:
+def served_states(
+    log: RequestLog,
+    requests: NDArray[np.int64],
+    slates: NDArray[np.uint64],
+    max_rows: int,
+    *,
+    frozen_ms: int | None = None,
+) -> ServedStates:
     """Replays the worker's rules over requests.
 
     Args:
@@ -62,6 +81,7 @@ def served_states(log: RequestLog, requests: NDArray[np.int64], slates: NDArray[
         requests: i8[R], in order of time; Solaris runs from the first of them on.
         slates: u8[R, N]; candidates of each request, all of which become the user's slate.
         max_rows: pair rows that the store keeps of a user.
+        frozen_ms: from this moment on requests only read: no event triggers, no slate changes (for per-user metrics).
     """
     at, local = log.candidate_indices(requests)
     pair_state = np.full(len(at), NONE, dtype=np.int64)
@@ -69,7 +89,8 @@ def served_states(log: RequestLog, requests: NDArray[np.int64], slates: NDArray[
     shown_from = np.searchsorted(local, np.arange(len(requests) + 1))
     states: list[tuple[int, int, int, int]] = []
     users: dict[int, _User] = {}
-    for time_ms, is_event, index in _timeline(log, requests):
+    for time_ms, is_event, position in timeline(log, requests):
+        index = int(local[position]) if is_event else position
         user_id = int(log.users[requests[index]])
         user = users.setdefault(user_id, _User())
         if not is_event:
@@ -79,9 +100,11 @@ def served_states(log: RequestLog, requests: NDArray[np.int64], slates: NDArray[
                     pair_state[c] = row[1]
                 if user.newest_ms < time_ms:
                     user_state[c] = user.newest
+            if frozen_ms is not None and time_ms >= frozen_ms:
+                continue
             user.slate, user.slate_request = slates[index].tolist(), index
             user.surface = int(log.surfaces[requests[index]])
-        elif user.newest_ms < time_ms:
+        elif user.newest_ms < time_ms and (frozen_ms is None or time_ms < frozen_ms):
             # An event is a trigger: the user's rows are computed anew, knowing it.
             state = len(states)
             states.append((user_id, time_ms, user.surface, user.slate_request))
@@ -101,24 +124,33 @@ def served_states(log: RequestLog, requests: NDArray[np.int64], slates: NDArray[
     )
 
 
-def _timeline(log: RequestLog, requests: NDArray[np.int64]) -> Iterator[tuple[int, bool, int]]:
-    """(time, is an event, index of its request) in the order in which a worker sees them: a request before its own impressions."""
-    at, local = log.candidate_indices(requests)
+def timeline(log: RequestLog, requests: NDArray[np.int64]) -> Iterator[tuple[int, bool, int]]:
+    """Requests and their impressions in the order in which a worker sees them, a request before its own impressions.
+
+    Yields:
+        (time in ms, whether it is an impression, index into `requests` or into their shown ads).
+    """
+    at, _ = log.candidate_indices(requests)
     times = np.concatenate([log.times_ms[requests], log.event_times_ms[at]])
     is_event = np.concatenate([np.zeros(len(requests), bool), np.ones(len(at), bool)])
-    index = np.concatenate([np.arange(len(requests)), local])
+    index = np.concatenate([np.arange(len(requests)), np.arange(len(at))])
     for i in np.lexsort((is_event, times)):
         yield int(times[i]), bool(is_event[i]), int(index[i])
 
 
 def served_features(
-    log: RequestLog, requests: NDArray[np.int64], slates: NDArray[np.uint64], states: ServedStates, representer: Representer
+    log: RequestLog,
+    requests: NDArray[np.int64],
+    slates: NDArray[np.uint64],
+    states: ServedStates,
+    representer: Representer,
 ) -> FmFeatures:
     """Computes the rows that shown ads would have read, and resolves them as serving does; `user` is f4[C, U].
 
     Args:
-        log, requests, slates: as given to `served_states`.
-        states: its result.
+        log: as given to `served_states`. requests: i8[R]; those of `states`.
+        slates: of all requests that were given to `served_states`.
+        states: its result, or the part of it (`part_of`) that belongs to these requests.
         representer: the FM whose rows these are.
     """
     layout = representer.layout
@@ -136,7 +168,9 @@ def served_features(
         counts = np.array([len(sample) for sample in samples])
         # Each state's candidates: the sample that stands for the user, then the ads that are read.
         asked = np.concatenate([*samples, ads[readers]])
-        owner = np.concatenate([np.repeat(np.arange(len(part)), counts), np.searchsorted(part, states.pair_state[readers])])
+        owner = np.concatenate(
+            [np.repeat(np.arange(len(part)), counts), np.searchsorted(part, states.pair_state[readers])]
+        )
         users, pairs = compute_states(representer, log, states, part, asked, owner)
         num_samples = int(counts.sum())
         offsets = np.concatenate([[0], np.cumsum(counts)])

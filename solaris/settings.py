@@ -19,3 +19,6 @@ class WorkerSettings(BaseSettings):
     consumer: str = Field("worker-0", description="name in the consumer group; a restarted worker keeps its name")
     slate_size: int = Field(100, ge=1)
     flops_per_s: float | None = Field(None, gt=0, description="FM budget; unbounded where absent")
+    health_port: int | None = Field(
+        None, ge=0, le=65_535, description="serves /health, /ready and /metrics where given"
+    )

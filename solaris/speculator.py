@@ -52,9 +52,7 @@ class Speculator:
         slates: dict[int, list[ServedRequest]] = {}
         for request in served:
             slates.setdefault(request.user, []).append(request)
-        rows = [
-            (user, self._rows(request)) for user, requests in slates.items() for request in requests
-        ]
+        rows = [(user, self._rows(request)) for user, requests in slates.items() for request in requests]
         if rows:
             self._store.write([user for user, _ in rows], [row for _, row in rows])
         return {user: max(self.value(request) for request in requests) for user, requests in slates.items()}

@@ -80,7 +80,9 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
         if not file.exists():
             raise ArtifactError(f"{file} is missing")
         if _digest(file) != digest:
-            raise ArtifactError(f"{file} is truncated or changed: its SHA-256 differs from the manifest's ({file.stat().st_size} bytes)")
+            raise ArtifactError(
+                f"{file} is truncated or changed: its SHA-256 differs from the manifest's ({file.stat().st_size} bytes)"
+            )
     return manifest
 
 

@@ -28,7 +28,8 @@ class Dataset:
         encoder: built from the user and ad tables.
         users: u8[n]; user of each event of the log.
         rows: LOG_ROW[n]; the log, sorted by time.
-        raw_users, raw_ads: i8[n]; the identities as the files hold them, for producers.
+        raw_users: i8[n]; the users as the file holds them, for producers.
+        raw_ads: identity -> ad as the files hold it, of all ads of the catalogue.
         prior_users: u8[p]; user of each event from before the log began.
         prior_rows: LOG_ROW[p].
     """
@@ -38,7 +39,7 @@ class Dataset:
     users: NDArray[np.uint64]
     rows: NDArray[np.void]
     raw_users: NDArray[np.int64]
-    raw_ads: NDArray[np.int64]
+    raw_ads: dict[int, int]
     prior_users: NDArray[np.uint64]
     prior_rows: NDArray[np.void]
 
@@ -105,9 +106,17 @@ def load_dataset(folder: str | Path, *, tables: str | Path | None = None) -> Dat
         users,
         rows,
         frame[schema.columns.user].to_numpy().astype(np.int64),
-        frame[schema.columns.ad].to_numpy().astype(np.int64),
+        _raw_of(read_parquet(tables / "items.parquet")[schema.columns.ad], frame[schema.columns.ad]),
         *prior,
     )
+
+
+def _raw_of(*columns: pl.Series) -> dict[int, int]:
+    known: dict[int, int] = {}
+    for column in columns:
+        unique = column.unique()
+        known.update(zip(external_ids(unique).tolist(), unique.to_list(), strict=True))
+    return known
 
 
 def _log_rows(frame: pl.DataFrame, schema: FeatureSchema, path: Path) -> tuple[NDArray[np.uint64], NDArray[np.void]]:
@@ -119,7 +128,9 @@ def _log_rows(frame: pl.DataFrame, schema: FeatureSchema, path: Path) -> tuple[N
         raise SchemaError(f"{path}: columns {missing} are missing; found: {', '.join(frame.columns)}")
     time_ms = frame[columns.time_ms].to_numpy()
     if len(time_ms) and (np.diff(time_ms) < 0).any():
-        raise SchemaError(f"{path}: row {int(np.argmax(np.diff(time_ms) < 0)) + 1} goes back in time; sort by {columns.time_ms}")
+        raise SchemaError(
+            f"{path}: row {int(np.argmax(np.diff(time_ms) < 0)) + 1} goes back in time; sort by {columns.time_ms}"
+        )
     surface = frame[columns.surface].cast(pl.String)
     unknown = ~surface.is_in(list(schema.surfaces))
     if unknown.any():

@@ -126,7 +126,9 @@ class Encoder:
         history_ad, history_categories, _ = self.encode_ads(unique)
         ad, ad_categories, ad_dense = self.encode_ads(candidates)
         user_categories, user_numbers = self.users.features(self.users.find(users))
-        statistics = self._history_statistics(actions, event_surface == surfaces[row_request], gap_ms, offsets, row_request)
+        statistics = self._history_statistics(
+            actions, event_surface == surfaces[row_request], gap_ms, offsets, row_request
+        )
         return RequestBatch(
             surface=surfaces.astype(np.int64),
             hour=((times_ms + self._utc_offset_ms) // 3_600_000) % HOURS,
@@ -169,7 +171,12 @@ class Encoder:
         last_gap = np.full(num_requests, 30 * 86_400_000.0)
         filled = np.diff(offsets) > 0
         last_gap[filled] = gap_ms[offsets[1:][filled] - 1]
-        columns += [np.log1p(counts[0]) / 4, np.log1p(counts[1]) / 4, np.log1p(day) / 4, np.log1p(last_gap / 60_000) / 10]
+        columns += [
+            np.log1p(counts[0]) / 4,
+            np.log1p(counts[1]) / 4,
+            np.log1p(day) / 4,
+            np.log1p(last_gap / 60_000) / 10,
+        ]
         return np.stack(columns, axis=1).astype(np.float32)
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:

@@ -78,7 +78,9 @@ def event_row(event: ActivityEvent, schema: FeatureSchema) -> tuple[int, tuple[i
         EventError: a value outside the schema, a time that is no epoch ms, a value that is not finite.
     """
     if not MIN_TIME_MS <= event.time_ms < MAX_TIME_MS:
-        raise EventError(f"time_ms {event.time_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}")
+        raise EventError(
+            f"time_ms {event.time_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}"
+        )
     if not np.isfinite(event.value) or abs(event.value) > 3e38:
         raise EventError(f"value {event.value} is not a finite 32-bit float")
     try:

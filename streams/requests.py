@@ -25,6 +25,7 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         top: how many ranked ads to return; all where absent.
         variant: a ranker of the registry; the router's choice where absent.
         request_id: the caller's identity of the request; made by the server where absent.
+        shadow: a request of an experiment: answered, but not put into the served log, so that nothing follows from it.
     """
 
     user_id: ExternalId
@@ -35,6 +36,7 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     top: Annotated[int, msgspec.Meta(ge=1)] | None = None
     variant: str | None = None
     request_id: str | None = None
+    shadow: bool = False
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,9 @@ class CausalRetrieval:
             ValueError: a request before the end of the affinity's events (it would see the future), or too few ads.
         """
         if len(times_ms) and times_ms.min() < self.until_ms:
-            raise ValueError(f"a request at {times_ms.min()} ms lies before {self.until_ms} ms, the end of the affinity's events")
+            raise ValueError(
+                f"a request at {times_ms.min()} ms lies before {self.until_ms} ms, the end of the affinity's events"
+            )
         if num > len(self.ads):
             raise ValueError(f"{num} candidates asked of {len(self.ads)} ads")
         result = np.empty((len(users), num), dtype=np.uint64)

@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
                 scale,
                 *_steps(q, k, v),
                 out.stride(0),
-                **_meta(q, block_size, "forward"),
+                **_meta(q, block_size),
             )
         ctx.save_for_backward(q, k, v)
         ctx.options = (blocks, block_size, scale)
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
                 *_steps(q, k, v),
                 *d_out.stride()[:2],
                 d_q.stride(0),
-                **_meta(q, block_size, "backward"),
+                **_meta(q, block_size),
             )
         return d_q, d_k, d_v, None, None, None
 
@@ -163,8 +163,8 @@ def _steps(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
 
 
-def _meta(q: Tensor, block_size: int, job: str) -> dict[str, Any]:
-    config = configs.select(job, q.shape[2], q.element_size(), configs.kind_of(q.device))
+def _meta(q: Tensor, block_size: int) -> dict[str, Any]:
+    config = configs.select("block", q.shape[2], q.element_size(), configs.kind_of(q.device))
     return {
         "D": q.shape[2],
         "BLOCK_D": tile_width(q.shape[2]),

@@ -87,6 +87,13 @@ class ActivityLog(Protocol):
             on_idle: Called whenever there was nothing to hand over.
         """
 
+    def published(self, topic: str) -> int:
+        """Count the records that were ever published to a topic.
+
+        Raises:
+            LogUnavailable: The broker cannot be reached.
+        """
+
     def lag(self, topic: str, group: str) -> int:
         """Count the records that were published but not yet committed by the group.
 

@@ -135,6 +135,15 @@ class ValkeyLog:
         finally:
             self._polled_s.pop(name, None)
 
+    def published(self, topic: str) -> int:
+        """Count the records ever published to a topic; see ``ActivityLog.published``."""
+        key = stream_key(topic)
+        with _log_unavailable(f"length of {topic}"):
+            if not self._client.exists(key):
+                return 0
+            info: Any = self._client.xinfo_stream(key)
+        return int(info["entries-added"])
+
     def lag(self, topic: str, group: str) -> int:
         """Count the records not yet committed by the group; see ``ActivityLog.lag``.
 

@@ -211,7 +211,7 @@ def test_kernels_and_schedule_agree_on_the_slots(num_tiles: int, num_workers: in
 
 
 def test_configurations_exist_for_every_job_and_fit_short_rows() -> None:
-    for job in ("forward", "backward", "fused", "fused_backward", "gemm"):
+    for job in ("forward", "backward", "block", "fused", "fused_backward", "gemm"):
         for kind in ((8, 0), (9, 0), (10, 0), (12, 1)):
             for width, size in ((64, 2), (128, 2), (64, 4)):
                 assert configs.select(job, width, size, kind).own >= 16

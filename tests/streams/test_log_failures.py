@@ -106,21 +106,19 @@ def test_a_consumer_killed_anywhere_loses_nothing(client: redis.Redis, server: E
 
 
 def test_records_of_a_dead_consumer_are_claimed_after_the_idle_bound_only(client: redis.Redis) -> None:
-    patient, eager, seen, fresh = ValkeyLog(client), ValkeyLog(client, claim_idle_ms=400), Collector(), Collector()
+    patient, eager, seen, fresh = ValkeyLog(client), ValkeyLog(client, claim_idle_ms=800), Collector(), Collector()
     patient.publish_many("t", [("k", b"%d" % i) for i in range(2_500)])
     client.xgroup_create(stream_key("t"), "g", "0")
     client.xreadgroup("g", "dead", {stream_key("t"): ">"}, count=2_400)
     died_s = time.monotonic()
     with consuming(eager, ["t"], seen, consumer="two"):
-        wait_until(lambda: len(seen.values) == 100)
-        assert time.monotonic() - died_s < 0.4
         wait_until(lambda: eager.lag("t", "g") == 0)
-    assert time.monotonic() - died_s > 0.4
-    assert list(map(int, seen.values)) == [*range(2_400, 2_500), *range(2_400)]
+        assert time.monotonic() - died_s > 0.8
+    assert sorted(map(int, seen.values)) == list(range(2_500))
 
     patient.publish_many("t", [("k", b"1"), ("k", b"2")])
     client.xreadgroup("g", "dead", {stream_key("t"): ">"}, count=1)
-    time.sleep(0.5)
+    time.sleep(1)
     with consuming(patient, ["t"], fresh, consumer="three"):
         wait_until(lambda: fresh.values == [b"2"])
         time.sleep(0.5)

@@ -143,7 +143,7 @@ def test_a_passing_outage_commits_nothing_and_delivers_again(client: redis.Redis
         wait_until(lambda: log.lag("t", "g") == 0)
     assert seen.values == [b"1", b"2"] and lags == [2, 2, 2, 2]
     assert not log.rejected and client.exists(stream_key("t.rejected")) == 0
-    assert calls[3] - calls[2] > calls[1] - calls[0] > 0.02  # .025 to .05 s, doubled twice
+    assert calls[1] - calls[0] >= 0.025 and calls[3] - calls[2] >= 0.1  # half of .05 s at least, doubled twice
 
 
 def poisoned(seen: Collector) -> Callable[[Sequence[Record]], None]:
@@ -257,6 +257,7 @@ def test_streams_are_bounded(client: redis.Redis) -> None:
     log.publish_many("t", [("k", b"v")] * 5_000)
     assert 200 <= client.xlen(stream_key("t")) <= 400
     assert log.lag("t", "g") == client.xlen(stream_key("t"))
+    assert (log.published("t"), log.published("none")) == (5_000, 0)  # what fell out included
 
 
 @pytest.mark.parametrize("claims", [True, False], ids=["seen when claiming", "seen when reading"])

@@ -170,7 +170,7 @@ def test_offline_histories_need_no_loop_per_request() -> None:
     asked, before_ms = rng.integers(0, 6_000, n).astype(np.uint64), rng.integers(0, 10**12, n)
     start_s = time.process_time()
     found, offsets = log.histories(asked, before_ms, 10)
-    assert time.process_time() - start_s < 2  # a loop takes far longer; this takes a tenth
+    assert time.process_time() - start_s < 1  # .2 in fact; calling history() for each takes 6
     for i in rng.integers(0, n, 50):
         mine = np.sort(rows["time_ms"][(users == asked[i]) & (rows["time_ms"] < before_ms[i])])[-10:]
         assert found["time_ms"][offsets[i] : offsets[i + 1]].tolist() == mine.tolist()

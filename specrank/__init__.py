@@ -1,0 +1,1 @@
+"""The `specrank` command and its demo."""

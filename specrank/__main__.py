@@ -1,0 +1,6 @@
+"""`python -m specrank`."""
+
+from specrank.cli import main
+
+if __name__ == "__main__":
+    main()

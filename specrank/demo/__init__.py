@@ -1,0 +1,1 @@
+"""The main job on real data: train, serve, replay, speculate, report."""

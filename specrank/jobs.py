@@ -1,0 +1,102 @@
+"""The jobs behind the command line that compose several packages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from downstream.export import save_ranker
+from downstream.ranker import RankerConfig
+from downstream.table_file import read_table
+from downstream.train import RankerTable, RankerTrainConfig, nothing, train_ranker
+from gem.checkpoint import save_model
+from gem.config import GemConfig, Vocabulary
+from gem.engine import GemEngine
+from gem.examples import RequestLog
+from gem.train import EVAL_BATCH, TrainConfig, Trainer, base_rates, days_of, evaluate_predictions, predict
+from loopfm.augment import Augmented, augment
+from loopfm.autoencoder import AutoencoderConfig, fit_autoencoder, load_autoencoder, save_autoencoder
+from loopfm.represent import Representer
+from streams.artifact import ArtifactError
+from streams.dataset import load_dataset
+from streams.features import FmLayout
+
+
+def train_gem(data: Path, out: Path, resume: Path | None) -> None:
+    """Trains GEM up to the test days; writes the artifact and prints metrics."""
+    torch.set_num_threads(1)
+    log = RequestLog.of(load_dataset(data))
+    _, test_ms = log.encoder.schema.split_ms()
+    config = TrainConfig()
+    torch.manual_seed(config.seed)
+    model = GemConfig().build(Vocabulary.of(log.encoder))
+    learned, test = log.between(None, test_ms), log.between(test_ms, None)
+    Trainer(model, log, config).fit(days_of(log, learned), resume=resume)
+    version = save_model(out, model, log.encoder)
+    online, frozen = predict(model, log, test), predict(model, log, test, frozen_ms=test_ms)
+    metrics = evaluate_predictions(log, test, online, base_rates(log, learned), frozen=frozen)
+    _print({"version": version, "metrics": {name: found.to_dict() for name, found in metrics.items()}})
+
+
+def augment_log(data: Path, gem: Path, autoencoder: Path, out: Path) -> None:
+    """Writes FM labels and representations of the days from the test split on."""
+    torch.set_num_threads(1)
+    log = RequestLog.of(load_dataset(data))
+    valid_ms, test_ms = log.encoder.schema.split_ms()
+    engine = GemEngine.load(gem)
+    if not autoencoder.exists():
+        pairs = []
+        for part in log.batches(log.between(valid_ms, test_ms), EVAL_BATCH, engine.history):
+            batch, _ = log.encode(part, engine.history)
+            pairs.append(engine.embed_pairs(engine.encode_request(batch), batch)[0])
+        found = np.concatenate(pairs)
+        save_autoencoder(autoencoder, fit_autoencoder(found, AutoencoderConfig(found.shape[1])))
+    representer = Representer(engine, *load_autoencoder(autoencoder))
+    augmented = augment(representer, log, log.between(test_ms, None))
+    augmented.write(out)
+    _print({"rows": len(augmented.events), "fm_version": f"{augmented.version:016x}", "written": str(out)})
+
+
+def distill_ranker(data: Path, table: Path, out: Path) -> None:
+    """Trains a ranker without embeddings on the whole log, with soft labels where the augmented table has them."""
+    torch.set_num_threads(1)
+    log = RequestLog.of(load_dataset(data))
+    augmented = Augmented.read(table)
+    requests = log.between(None, None)
+    at, _ = log.candidate_indices(requests)
+    teacher = np.zeros((len(at), augmented.logits.shape[1]), dtype=np.float32)
+    has_teacher = np.zeros(len(at), dtype=bool)
+    place = np.full(len(log.events), -1)
+    place[log.events[at]] = np.arange(len(at))
+    if len(augmented.events) and augmented.events.max() >= len(place):
+        raise ArtifactError(
+            f"{table} names event {augmented.events.max()}, the log has {len(place)}: it belongs to another log"
+        )
+    rows = place[augmented.events]
+    teacher[rows] = 1 / (1 + np.exp(-augmented.logits))
+    has_teacher[rows] = True
+    layout = FmLayout(augmented.z.shape[1], 1, augmented.logits.shape[1])
+    examples = RankerTable(log, requests, nothing(len(at), layout), teacher, has_teacher)
+    _train_and_save(examples, layout, augmented.version, RankerConfig(use_fm=False), out)
+
+
+def train_downstream(data: Path, table: Path, out: Path, *, use_fm: bool) -> None:
+    """Trains a ranker on a table of served features and exports it."""
+    torch.set_num_threads(1)
+    log = RequestLog.of(load_dataset(data))
+    examples, layout, fm_version = read_table(table, log)
+    _train_and_save(examples, layout, fm_version, RankerConfig(use_fm=use_fm), out)
+
+
+def _train_and_save(examples: RankerTable, layout: FmLayout, fm_version: int, config: RankerConfig, out: Path) -> None:
+    ranker = train_ranker(examples, layout, config, RankerTrainConfig(), name=out.name)
+    version = save_ranker(out, ranker, examples.log.encoder, layout, fm_version)
+    _print({"version": version, "written": str(out)})
+
+
+def _print(result: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(result, indent=2, default=float) + "\n")
