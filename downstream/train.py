@@ -138,7 +138,7 @@ def train_ranker(
             loss.backward()
             optimizer.step()
             bar.update()
-            bar.set_postfix(loss=f"{float(loss):.3f}", refresh=False)
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return model.eval()
 
 

@@ -38,14 +38,16 @@ def auc(labels: FloatArray, scores: FloatArray) -> float | None:
 
 def grouped_auc(labels: FloatArray, scores: FloatArray, groups: NDArray[np.integer[Any]]) -> float | None:
     """Mean AUC over groups weighted by their size; groups of one class are dropped (FuxiCTR's convention)."""
+    if not len(groups):
+        return None
     order = np.argsort(groups, kind="stable")
     labels, scores, groups = labels[order], scores[order], groups[order]
-    starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.zeros(0, dtype=np.int64)
+    starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     total, weight = 0.0, 0
     for start, end in zip(starts, np.r_[starts[1:], len(groups)], strict=True):
         value = auc(labels[start:end], scores[start:end])
         if value is not None:
-            total += value * (end - start)
+            total += value * int(end - start)
             weight += int(end - start)
     return total / weight if weight else None
 

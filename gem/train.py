@@ -140,7 +140,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.dense, config.clip)
         self.optimizer.step()
         self.step += 1
-        return float(loss)
+        return loss.item()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")

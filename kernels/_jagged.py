@@ -45,8 +45,8 @@ class Layout:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every row is as long as the longest, so that a padded view needs no mask."""
-        return self.total == self.num_rows * self.max_len
+        """Whether the padded form holds nothing but entries, so that it is a view and needs no mask."""
+        return self.total == self.num_rows * self.padded_len
 
     @cached_property
     def row(self) -> Tensor:
@@ -248,7 +248,7 @@ def unpad_layout(x_BL: Tensor, layout: Layout, num_packed: int) -> Tensor:
 
 def _spread(x_N: Tensor, layout: Layout) -> Tensor:
     shape = (layout.num_rows, layout.padded_len, *x_N.shape[1:])
-    if layout.is_uniform and layout.max_len > 0:
+    if layout.is_uniform:
         return x_N[: layout.total].reshape(shape)
     flat = x_N.new_zeros((shape[0] * shape[1], *shape[2:]))
     flat[layout.padded_index] = x_N[: layout.total]
@@ -256,10 +256,8 @@ def _spread(x_N: Tensor, layout: Layout) -> Tensor:
 
 
 def _collect(x_BL: Tensor, layout: Layout, num_packed: int) -> Tensor:
-    if layout.is_uniform and layout.max_len > 0:
-        entries_N = x_BL.flatten(0, 1)
-    else:
-        entries_N = x_BL.flatten(0, 1).index_select(0, layout.padded_index)
+    flat = x_BL.flatten(0, 1)
+    entries_N = flat if layout.is_uniform else flat.index_select(0, layout.padded_index)
     if num_packed == layout.total:
         return entries_N
     return torch.cat([entries_N, entries_N.new_zeros((num_packed - layout.total, *x_BL.shape[2:]))])

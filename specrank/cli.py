@@ -141,6 +141,10 @@ def _one_line_errors() -> Iterator[None]:
 
 def main() -> None:
     """Entry point."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for package in ("specrank", "solaris", "downstream", "loopfm", "gem", "streams"):
+        logging.getLogger(package).setLevel(logging.INFO)
+    # torchrec asks torch.fx a question in a way that torch has deprecated; nothing a user could do about it.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     with _one_line_errors():
         app()

@@ -53,7 +53,7 @@ class Catalogue:
             "ids": self.ids,
             "categories": self.categories,
             "numbers": self.numbers,
-            "num_category_rows": np.array(self.num_category_rows),
+            "num_category_rows": np.array([self.num_category_rows]),
         }
 
     @classmethod
@@ -63,7 +63,7 @@ class Catalogue:
             ids=arrays["ids"].astype(np.uint64),
             categories=arrays["categories"].astype(np.int32),
             numbers=arrays["numbers"].astype(np.float32),
-            num_category_rows=int(arrays["num_category_rows"]),
+            num_category_rows=int(arrays["num_category_rows"][0]),
         )
 
 

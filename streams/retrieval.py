@@ -29,13 +29,13 @@ class CausalRetrieval:
     def __init__(self, dataset: Dataset, svd_until_ms: int) -> None:
         """Fits the affinity on the events before `svd_until_ms` only; requests from then on may be filled."""
         self.until_ms = svd_until_ms
-        self.ads = np.unique(np.concatenate([dataset.rows["ad"], dataset.prior_rows["ad"]]))
+        self.ads = np.sort(np.fromiter(dataset.raw_ads, dtype=np.uint64, count=len(dataset.raw_ads)))
         self._event_ad = np.searchsorted(self.ads, dataset.rows["ad"])
         self._event_hour = dataset.rows["time_ms"] // HOUR_MS
         self._event_surface = dataset.rows["surface"]
         self._num_surfaces = len(dataset.schema.surfaces)
         users, rows = dataset.all_events
-        earlier = rows["time_ms"] < svd_until_ms
+        earlier = (rows["time_ms"] < svd_until_ms) & np.isin(rows["ad"], self.ads)
         self._users, user_index = np.unique(users[earlier], return_inverse=True)
         matrix = sp.csr_matrix(
             (np.ones(int(earlier.sum()), np.float32), (user_index, np.searchsorted(self.ads, rows["ad"][earlier]))),

@@ -35,7 +35,7 @@ REQUESTS = len(LENGTHS)
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one kernel occupies on one target; `spill_bytes` is memory per thread for what registers cannot hold."""
+    """What one kernel occupies on one target; `stack_bytes` is local memory per thread: spills and arrays."""
 
     operator: str
     kernel: str
@@ -45,7 +45,7 @@ class Record:
     num_warps: int
     num_stages: int
     registers: int
-    spill_bytes: int
+    stack_bytes: int
     shared_bytes: int
 
 
@@ -124,7 +124,7 @@ def jobs(dtype: torch.dtype, width: int) -> dict[str, Callable[[], None]]:
 
 
 def usage_of(cubin: bytes, arch: int) -> tuple[int, int]:
-    """Registers per thread and spilled bytes per thread of a compiled kernel, as cuobjdump states them."""
+    """Registers and bytes of local memory per thread of a compiled kernel, as cuobjdump states them."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -132,10 +132,10 @@ def usage_of(cubin: bytes, arch: int) -> tuple[int, int]:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
-    if registers is None or stack is None:
+    registers, frame = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    if registers is None or frame is None:
         raise RuntimeError(f"cuobjdump for sm_{arch} printed no resource usage: {text[:500]!r}")
-    return int(registers.group(1)), int(stack.group(1))
+    return int(registers.group(1)), int(frame.group(1))
 
 
 def compile_job(operator: str, call: Callable[[], None], arch: int, dtype: torch.dtype, width: int) -> list[Record]:
@@ -157,7 +157,7 @@ def compile_job(operator: str, call: Callable[[], None], arch: int, dtype: torch
         options, signature, constexprs, attrs = self._pack_args(backend, kwargs, bound, specialization, options)
         source = triton.compiler.ASTSource(self, signature, constexprs, attrs)
         compiled = triton.compile(source, target=target, options=options.__dict__)
-        registers, spill = usage_of(compiled.asm["cubin"], arch)
+        registers, stack = usage_of(compiled.asm["cubin"], arch)
         records.append(
             Record(
                 operator=operator,
@@ -168,7 +168,7 @@ def compile_job(operator: str, call: Callable[[], None], arch: int, dtype: torch
                 num_warps=options.num_warps,
                 num_stages=options.num_stages,
                 registers=registers,
-                spill_bytes=spill,
+                stack_bytes=stack,
                 shared_bytes=compiled.metadata.shared,
             )
         )
@@ -204,7 +204,9 @@ def main() -> None:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Record)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(dataclasses.asdict(record) for record in records)
-    print(f"{len(records)} compilations, most spilled bytes {max((r.spill_bytes for r in records), default=0)}")
+    print(
+        f"{len(records)} compilations, most local memory per thread {max((r.stack_bytes for r in records), default=0)}"
+    )
 
 
 if __name__ == "__main__":

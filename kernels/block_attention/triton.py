@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import configs
 from kernels._jagged import Blocks
@@ -135,6 +136,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         q, k, v = ctx.saved_tensors
         blocks, block_size, scale = ctx.options

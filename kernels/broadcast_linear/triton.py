@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import configs
 from kernels._shared.triton import check_dtype, dot_precision, lane_dense, tile_width, tl, triton
@@ -112,6 +113,7 @@ class _BroadcastLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         x_R, x_C, w_R, w_C, cand_to_request = ctx.saved_tensors
         d_out = lane_dense(d_out)

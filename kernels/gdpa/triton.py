@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import configs
 from kernels._jagged import Layout
@@ -451,6 +452,7 @@ class _Gdpa(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         q, k, v = ctx.saved_tensors
         rows, activation, scale_before, scale_after, window = ctx.options

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import configs
 from kernels._jagged import Layout
@@ -314,6 +315,7 @@ class _Pffn(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         q, k, v = ctx.saved_tensors
         rows, activation, scale_before, scale_after, window, eps = ctx.options

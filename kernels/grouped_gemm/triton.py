@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import configs
 from kernels._jagged import Layout
@@ -126,6 +127,7 @@ class _GroupedGemm(torch.autograd.Function):
         return _launch_product(x, w, groups)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         x, w = ctx.saved_tensors
         d_out = lane_dense(d_out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels._shared.triton import check_dtype, lane_dense, tl, triton
 
@@ -67,6 +68,7 @@ class _Rotate(torch.autograd.Function):
         return _launch(x, angle, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (angle,) = ctx.saved_tensors
         return _launch(grad, angle, -1.0), None

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import redis
 
-from streams.log import ActivityLog, Handler, Record, Retry, reject
-from streams.log.throttle import Throttle
+from streams.log import ActivityLog, Handler, Record, Retry
+from streams.log.delivery import CLIENT_OUTAGES as CLIENT_OUTAGES
+from streams.log.delivery import Delivery
 
 BLOCK_MS = 250
 """How long a poll waits for records: it bounds the delay of ``stop`` and the period of ``on_idle``."""
@@ -23,19 +22,6 @@ CLAIM_IDLE_MS = 60_000
 consumer's record loses nothing but handles it twice."""
 CLAIM_COUNT = 1000
 """Records claimed in one command."""
-BACKOFF_FIRST_S, BACKOFF_LAST_S = 0.05, 5.0
-"""Wait after the first failure, doubled up to the last: soon back after a restart, no storm in a long outage."""
-
-CLIENT_OUTAGES = (
-    redis.ConnectionError,  # also a server that loads its data, and one that refuses our credentials
-    redis.TimeoutError,
-    redis.exceptions.OutOfMemoryError,
-    redis.exceptions.ReadOnlyError,
-)
-"""What the client raises when the server is of no use for now, though the request was right."""
-OUTAGES = (Retry, *CLIENT_OUTAGES)
-"""What a handler may raise to get its records again: a store's outage counts, even untranslated."""
-
 _NEW = ">"
 
 logger = logging.getLogger(__name__)
@@ -70,20 +56,20 @@ class Consumer:
         rejected: Counter[str],
         trimmed: Counter[str],
     ) -> None:
-        self._log, self._client = log, client
+        self._client = client
         self._topics = {stream_key(topic): topic for topic in topics}
         self._group, self._consumer = group, consumer
-        self._handler, self._on_idle, self._polled = handler, on_idle, polled
+        self._delivery = Delivery(log, group, handler, stop, rejected)
+        self._on_idle, self._polled = on_idle, polled
         self._stop, self._claim_idle_ms = stop, claim_idle_ms
-        self._rejected, self._trimmed = rejected, trimmed
+        self._trimmed = trimmed
         # With several topics a batch holds up to twice of what one poll reads: see _poll.
         self._count = max_records if len(topics) == 1 else max(1, max_records // (2 * len(topics)))
-        self._outage_throttle, self._reject_throttle = Throttle(), Throttle()
         self._rewind()
 
     def run(self) -> None:
         """Consume until stopped, over any number of outages."""
-        self._until_done(self._session)
+        self._delivery.until_done(self._session)
 
     def _session(self) -> None:
         self._create_groups()
@@ -97,7 +83,7 @@ class Consumer:
             batch = self._poll(BLOCK_MS if idle else None)
             self._polled()
             if batch:
-                self._deliver(batch)
+                self._delivery.deliver(batch, self._commit)
             elif idle and self._on_idle is not None:
                 self._on_idle()
 
@@ -186,34 +172,7 @@ class Consumer:
             "log %s: %d records fell out of the stream before %s handled them", topic, num_records, self._group
         )
 
-    def _deliver(self, batch: list[Record]) -> None:
-        try:
-            handled = self._until_done(lambda: self._handler(batch))
-        except Exception:  # some record is not for this handler: find it
-            self._deliver_singly(batch)
-            return
-        if handled:
-            self._commit(batch)
-
-    def _deliver_singly(self, batch: list[Record]) -> None:
-        for record in batch:
-            if not self._until_done(partial(self._handle_or_reject, record)):
-                return
-            self._commit([record])
-
-    def _handle_or_reject(self, record: Record) -> None:
-        try:
-            self._handler([record])
-        except OUTAGES:
-            raise
-        except Exception as error:
-            reject(self._log, record, f"{type(error).__name__}: {error}")
-            self._rejected[record.topic] += 1
-            if self._reject_throttle.ready():
-                total = self._rejected[record.topic]
-                logger.warning("log %s: record %s rejected, no. %d", record.topic, record.offset, total, exc_info=error)
-
-    def _commit(self, batch: list[Record]) -> None:
+    def _commit(self, batch: Sequence[Record]) -> None:
         offsets: dict[str, list[str]] = {}
         for record in batch:
             offsets.setdefault(stream_key(record.topic), []).append(record.offset)
@@ -221,23 +180,6 @@ class Consumer:
         for key, ids in offsets.items():
             pipe.xack(key, self._group, *ids)
         pipe.execute()
-
-    def _until_done(self, action: Callable[[], None]) -> bool:
-        """Do something over any number of outages; false if stopped before it was done."""
-        wait_s = BACKOFF_FIRST_S
-        while not self._stop.is_set():
-            started_s = time.monotonic()
-            try:
-                action()
-                return True
-            except OUTAGES as error:
-                if self._outage_throttle.ready():
-                    logger.warning("log %s: outage, trying again: %s: %s", self._group, type(error).__name__, error)
-            if time.monotonic() - started_s > BACKOFF_LAST_S:
-                wait_s = BACKOFF_FIRST_S  # it went well for a while
-            self._stop.wait(wait_s * random.uniform(0.5, 1))
-            wait_s = min(2 * wait_s, BACKOFF_LAST_S)
-        return False
 
 
 def _time_ms(record: Record) -> int:

@@ -24,7 +24,7 @@ from kernels.jagged_attention import jagged_attention, jagged_attention_shared
 from kernels.jagged_attention import reference as jagged_reference
 from kernels.seed_pooling import reference as seed_reference
 from kernels.seed_pooling import seed_pooling
-from kernels.testing import offsets_of, poisoned
+from kernels.testing import offsets_of, poisoned, value_and_gradients
 
 H, D, K, S = 2, 5, 3, 4
 BLOCK = 4
@@ -43,7 +43,14 @@ class Case:
 
 
 def rows_of(offsets: Tensor, x: Tensor) -> Layout:
-    return layout_of(offsets, x.shape[0])
+    """The layout on the device of the inputs: a case runs wherever its inputs lie."""
+    return layout_of(offsets.to(x.device), x.shape[0])
+
+
+def rounded(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+    """Value and gradients of the same maths in the dtype of the inputs: inputs off by half a unit, results rounded."""
+    noise = [x.float() * (1 + torch.finfo(x.dtype).eps * torch.sign(torch.randn(x.shape))) for x in inputs]
+    return [x.to(inputs[0].dtype) for x in value_and_gradients(function, *noise)]
 
 
 def other_offsets(lengths: list[int]) -> Tensor:
@@ -57,7 +64,9 @@ def jagged(lengths: list[int], tail: int, causal: bool = False, window: int | No
     inputs = [poisoned(count, H, D, tail=tail, seed=s) for s, count in enumerate([n, m, m])]
 
     def operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return jagged_attention(q, k, v, q_offsets, k_offsets, causal=causal, window=window, scale=SCALE)
+        return jagged_attention(
+            q, k, v, q_offsets.to(q.device), k_offsets.to(q.device), causal=causal, window=window, scale=SCALE
+        )
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from kernels.jagged_attention import triton
@@ -85,7 +94,7 @@ def shared(lengths: list[int], tail: int) -> Case:
 
     return Case(
         inputs,
-        lambda q, k, v: jagged_attention_shared(q, k, v, offsets),
+        lambda q, k, v: jagged_attention_shared(q, k, v, offsets.to(q.device)),
         kernel,
         lambda q, k, v: jagged_reference.attention_shared(q, k, v, rows_of(offsets, k), D**-0.5),
     )
@@ -96,7 +105,7 @@ def seed(lengths: list[int], tail: int) -> Case:
     like = shared(lengths, tail)
     return Case(
         like.inputs,
-        lambda q, k, v: seed_pooling(q, k, v, offsets),
+        lambda q, k, v: seed_pooling(q, k, v, offsets.to(q.device)),
         like.kernel,
         lambda q, k, v: seed_reference.seed_pooling(q, k, v, rows_of(offsets, k), D**-0.5),
     )
@@ -113,7 +122,7 @@ def block(lengths: list[int], tail: int) -> Case:
 
     return Case(
         inputs,
-        lambda q, k, v: block_attention(q, k, v, offsets, block_size=BLOCK, scale=SCALE),
+        lambda q, k, v: block_attention(q, k, v, offsets.to(q.device), block_size=BLOCK, scale=SCALE),
         kernel,
         lambda q, k, v: block_reference.attention(q, k, v, rows_of(offsets, q), BLOCK, SCALE),
     )
@@ -129,7 +138,9 @@ def gdpa_case(lengths: list[int], tail: int, activation: str = "gelu", window: i
     offsets = offsets_of(lengths)
 
     def operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gdpa(q, k, v, offsets, activation=activation, scale_before=0.7, scale_after=1.3, window=window)
+        return gdpa(
+            q, k, v, offsets.to(q.device), activation=activation, scale_before=0.7, scale_after=1.3, window=window
+        )
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from kernels.gdpa import triton
@@ -148,7 +159,15 @@ def pffn(lengths: list[int], tail: int, activation: str = "silu", window: int | 
 
     def operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return gdpa_pffn(
-            q, k, v, offsets, activation=activation, scale_before=0.7, scale_after=1.3, window=window, eps=1e-3
+            q,
+            k,
+            v,
+            offsets.to(q.device),
+            activation=activation,
+            scale_before=0.7,
+            scale_after=1.3,
+            window=window,
+            eps=1e-3,
         )
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -179,14 +198,14 @@ def broadcast(lengths: list[int], tail: int, shuffled: bool = False) -> Case:
         from kernels.jagged_attention import triton
 
         keys = rows_of(offsets, k)
-        groups = group_by_request(owners, keys.num_rows, q.shape[1])
+        groups = group_by_request(owners.to(q.device), keys.num_rows, q.shape[1])
         packed = groups.gather(q).flatten(0, 1)
         out = triton.attention(packed, k, v, groups.queries, keys, False, None, SCALE)
         return groups.scatter(out.view(q.shape))
 
     return Case(
         inputs,
-        lambda q, k, v: broadcast_attention(q, k, v, offsets, owners, scale=SCALE),
+        lambda q, k, v: broadcast_attention(q, k, v, offsets.to(q.device), owners.to(q.device), scale=SCALE),
         kernel,
         lambda q, k, v: broadcast_reference.attention(q, k, v, rows_of(offsets, k), owners, SCALE),
     )
@@ -204,7 +223,7 @@ def grouped(lengths: list[int], tail: int) -> Case:
 
     return Case(
         inputs,
-        lambda x, w: grouped_gemm(x, w, offsets),
+        lambda x, w: grouped_gemm(x, w, offsets.to(x.device)),
         kernel,
         lambda x, w: gemm_reference.grouped_gemm(x, w, rows_of(offsets, x)),
     )
@@ -221,11 +240,11 @@ def linear(lengths: list[int], tail: int, shuffled: bool = False) -> Case:
     def kernel(*x: Tensor) -> Tensor:
         from kernels.broadcast_linear import triton
 
-        return triton.broadcast_linear(*x, owners)
+        return triton.broadcast_linear(*x, owners.to(x[0].device))
 
     return Case(
         inputs,
-        lambda *x: broadcast_linear(*x, owners),
+        lambda *x: broadcast_linear(*x, owners.to(x[0].device)),
         kernel,
         lambda *x: linear_reference.broadcast_linear(*x, owners),
     )

@@ -1,0 +1,159 @@
+"""A genuine Kafka broker for the tests: one KRaft node, started from the distribution that KAFKA_HOME names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_TIMEOUT_S = 60.0
+"""A broker is up in 1 to 2 s on an idle machine; a restart waits for its old session (3 s) on top."""
+STOP_TIMEOUT_S = 10.0
+
+_PROPERTIES = """
+process.roles=broker,controller
+node.id=1
+listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+controller.listener.names=CONTROLLER
+inter.broker.listener.name=PLAINTEXT
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT
+controller.quorum.voters=1@127.0.0.1:{controller}
+log.dirs={folder}/data
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=4
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.state.log.num.partitions=4
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+group.min.session.timeout.ms=1000
+auto.create.topics.enable=false
+log.cleaner.dedupe.buffer.size=8388608
+broker.heartbeat.interval.ms=500
+broker.session.timeout.ms=3000
+"""
+
+
+class Broker:
+    """One node in a temporary folder, which keeps its ports and data over restarts."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._folder = Path(tempfile.mkdtemp(prefix="specrank-kafka-"))
+        self._properties = self._folder / "server.properties"
+        port, controller = _free_ports(2)
+        self.address = f"127.0.0.1:{port}"
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._properties.write_text(_PROPERTIES.format(port=port, controller=controller, folder=self._folder))
+        self._run("kafka-storage.sh", "format", "-t", self._run("kafka-storage.sh", "random-uuid"))
+
+    def start(self) -> None:
+        """Start the node and wait until it says that it serves."""
+        log = self._folder / "server.log"
+        with open(log, "wb") as file:
+            self._process = subprocess.Popen(
+                [self._home / "bin" / "kafka-server-start.sh", self._properties],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                env={**os.environ, "LOG_DIR": str(self._folder / "logs")},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while b"Kafka Server started" not in log.read_bytes():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"the broker did not start:\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would end it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """End the node and delete its data."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self, script: str, *arguments: str) -> str:
+        command = [str(self._home / "bin" / script), *arguments]
+        if "format" in arguments:
+            command += ["-c", str(self._properties)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, cwd=self._folder)
+        if done.returncode:
+            raise RuntimeError(f"{script} failed: {done.stdout[-1000:]} {done.stderr[-1000:]}")
+        return done.stdout.strip().splitlines()[-1]
+
+
+def kafka_home() -> Path:
+    """The distribution; without one the test is skipped, and fails in CI, where it is required."""
+    home, reason = os.environ.get("KAFKA_HOME"), "KAFKA_HOME names no Kafka distribution"
+    if home and (Path(home) / "bin" / "kafka-server-start.sh").exists():
+        if shutil.which("java") or os.environ.get("JAVA_HOME"):
+            return Path(home)
+        reason = "Kafka needs Java, and there is none"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}; it is required in CI")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def kafka_address() -> Iterator[str]:
+    """Address of a broker that nobody may harm: the one in KAFKA_BOOTSTRAP_SERVERS, or one that is started here."""
+    given = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    if given:
+        yield given
+        return
+    with running_broker() as broker:
+        yield broker.address
+
+
+@pytest.fixture(scope="session")
+def mortal_broker() -> Iterator[Broker]:
+    """A broker to be killed and started again; whoever uses it leaves it running."""
+    with running_broker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def unique() -> str:
+    """A name for topics and groups that no other test has used on this broker."""
+    return uuid.uuid4().hex[:12]
+
+
+@contextlib.contextmanager
+def running_broker() -> Iterator[Broker]:
+    """A broker for the length of the context."""
+    broker = Broker(kafka_home())
+    try:
+        broker.start()
+        yield broker
+    finally:
+        broker.close()
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
