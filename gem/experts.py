@@ -19,7 +19,7 @@ class WukongExpert(nn.Module):
 
     def __init__(self, own: int, read: int, out: int, dim: int, fm_rank: int, hidden: int) -> None:
         super().__init__()
-        self.own, self.out, self.dim = own, out, dim
+        self.dim, self.width = dim, own * fm_rank
         self.num_fm = out // 2
         self.num_linear = out - self.num_fm
         self.y_own = nn.Parameter(torch.randn(own, fm_rank) * own**-0.5)
@@ -29,7 +29,7 @@ class WukongExpert(nn.Module):
             self.lcb_read = nn.Parameter(torch.randn(self.num_linear, read) * read**-0.5)
         self.residual = nn.Parameter(torch.randn(out, own) * own**-0.5) if out != own else None
         self.mlp = nn.Sequential(
-            nn.Linear(own * fm_rank, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, self.num_fm * dim, bias=False)
+            nn.Linear(self.width, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, self.num_fm * dim, bias=False)
         )
 
     def forward(self, own: Tensor, read: Tensor | None = None, request: Tensor | None = None) -> Tensor:
@@ -40,7 +40,7 @@ class WukongExpert(nn.Module):
             projected = projected + torch.einsum("brd,rk->bdk", read, self.y_read)[request]
             linear = linear + torch.einsum("or,brd->bod", self.lcb_read, read)[request]
         fm = (own @ projected) * self.dim**-0.5
-        fmb = self.mlp(F.layer_norm(fm.flatten(1), (fm[0].numel(),))).view(-1, self.num_fm, self.dim)
+        fmb = self.mlp(F.layer_norm(fm.flatten(1), (self.width,))).view(len(own), self.num_fm, self.dim)
         residual = own if self.residual is None else torch.einsum("on,rnd->rod", self.residual, own)
         return F.layer_norm(torch.cat([fmb, linear], dim=1) + residual, (self.dim,))
 

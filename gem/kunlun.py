@@ -35,6 +35,11 @@ class Events:
     gap_ms: Tensor
 
 
+def _heads(x_TD: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """[T, parts * D] -> `parts` tensors [T, H, E]; sizes are spelled out, since no events leave nothing to infer them from."""
+    return x_TD.view(len(x_TD), parts, heads, x_TD.shape[1] // (parts * heads)).unbind(1)
+
+
 class SeedPooling(nn.Module):
     """HSP (§4.3.2): more learned seeds than tokens attend over the history, then SumKron reduces them."""
 
@@ -50,7 +55,7 @@ class SeedPooling(nn.Module):
 
     def forward(self, s_TD: Tensor, events: Events) -> Tensor:
         """[T, D] -> [B, num_summary, D]."""
-        key, value = self.key_value(s_TD).view(len(s_TD), 2, self.heads, -1).unbind(1)
+        key, value = _heads(self.key_value(s_TD), 2, self.heads)
         seeds = F.layer_norm(self.seeds, (self.seeds.shape[1],)).view(len(self.seeds), self.heads, -1)
         return sum_kron(seed_pooling(seeds, key, value, events.offsets).flatten(2), self.z, self.w)
 
@@ -68,11 +73,11 @@ class PersonalisedFFN(nn.Module):
     def forward(self, x_BnD: Tensor, s_TD: Tensor, events: Events) -> Tensor:
         """[B, n, D], [T, D] -> [T, D]."""
         mixed = F.layer_norm(self.mix(x_BnD.transpose(1, 2)).transpose(1, 2), (x_BnD.shape[-1],))
-        shape = (len(x_BnD), self.generated, self.heads, -1)
+        shape = (len(x_BnD), self.generated, self.heads, x_BnD.shape[-1] // self.heads)
         # 1/tau of the paper is folded into the generated keys: the unscaled operator then computes its formula exactly.
         key = self.key(mixed[:, : self.generated]).view(shape) * x_BnD.shape[-1] ** -0.5
         value = self.value(mixed[:, self.generated :]).view(shape)
-        query = s_TD.view(len(s_TD), self.heads, -1)
+        query = s_TD.unflatten(1, (self.heads, s_TD.shape[1] // self.heads))
         return gdpa_pffn(query, key, value, events.offsets, activation="gelu_tanh").flatten(1)
 
 
@@ -88,7 +93,7 @@ class SelfAttention(nn.Module):
     def forward(self, s_TD: Tensor, events: Events) -> Tensor:
         """[T, D] -> [T, D], residual included."""
         normed = F.layer_norm(s_TD, (s_TD.shape[1],))
-        query, key, value = self.qkv(normed).view(len(s_TD), 3, self.heads, -1).unbind(1)
+        query, key, value = _heads(self.qkv(normed), 3, self.heads)
         turned = rotary(torch.cat([query, key], dim=1), events.position, events.gap_ms)
         query, key = turned.chunk(2, dim=1)
         return s_TD + self.out(
@@ -130,7 +135,7 @@ class KunlunLayer(nn.Module):
 
     def keys_values(self, s_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What candidates read of the history, [T, H, E] twice: request side, so computed once per request."""
-        key, value = self.key_value(F.layer_norm(s_TD, (s_TD.shape[1],))).view(len(s_TD), 2, self.heads, -1).unbind(1)
+        key, value = _heads(self.key_value(F.layer_norm(s_TD, (s_TD.shape[1],))), 2, self.heads)
         return key, value
 
     def candidate(

@@ -114,7 +114,7 @@ class Worker:
             if not jobs:
                 return
             try:
-                self._compute(np.array([job.user for job in jobs], dtype=np.uint64))
+                self.compute(np.array([job.user for job in jobs], dtype=np.uint64))
             except BaseException:
                 for job in jobs:
                     self._queue.put(job)
@@ -162,7 +162,7 @@ class Worker:
         reject(self._log, record, reason)
         self.metrics.rejected.labels(record.topic).inc()
 
-    def _compute(self, users: NDArray[np.uint64]) -> None:
+    def compute(self, users: NDArray[np.uint64]) -> None:
         """Computes and writes the rows of users as their logs and slates stand."""
         start = time.perf_counter()
         slates = self._speculator.slates(users)

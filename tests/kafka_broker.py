@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import base64
 import contextlib
+import ctypes
+import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -19,6 +25,7 @@ START_TIMEOUT_S = 60.0
 """A broker is up in 1 to 2 s on an idle machine; a restart waits for its old session (3 s) on top."""
 STOP_TIMEOUT_S = 10.0
 
+_JAVA = "-Xms128m -Xmx384m -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # soon up, and no more threads than needed
 _PROPERTIES = """
 process.roles=broker,controller
 node.id=1
@@ -57,10 +64,12 @@ class Broker:
         self._port = port
         self._process: subprocess.Popen[bytes] | None = None
         self._properties.write_text(_PROPERTIES.format(port=port, controller=controller, folder=self._folder))
-        self._run("kafka-storage.sh", "format", "-t", self._run("kafka-storage.sh", "random-uuid"))
+        self._format()
 
     def start(self) -> None:
-        """Start the node and wait until it says that it serves."""
+        """Start the node and wait until it says that it serves. No effect while it runs."""
+        if self._process is not None:
+            return
         log = self._folder / "server.log"
         with open(log, "wb") as file:
             self._process = subprocess.Popen(
@@ -68,8 +77,8 @@ class Broker:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder,
-                env={**os.environ, "LOG_DIR": str(self._folder / "logs")},
-                start_new_session=True,
+                env=self._environment(),
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while b"Kafka Server started" not in log.read_bytes():
@@ -94,14 +103,20 @@ class Broker:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _run(self, script: str, *arguments: str) -> str:
-        command = [str(self._home / "bin" / script), *arguments]
-        if "format" in arguments:
-            command += ["-c", str(self._properties)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, cwd=self._folder)
+    def _format(self) -> None:
+        cluster = base64.urlsafe_b64encode(b"t" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
+        script = self._home / "bin" / "kafka-storage.sh"
+        command = [script, "format", "-t", cluster, "-c", self._properties]
+        done = subprocess.run(
+            command, capture_output=True, timeout=START_TIMEOUT_S, cwd=self._folder, env=self._environment()
+        )
         if done.returncode:
-            raise RuntimeError(f"{script} failed: {done.stdout[-1000:]} {done.stderr[-1000:]}")
-        return done.stdout.strip().splitlines()[-1]
+            raise RuntimeError(
+                f"formatting the broker's folder failed: {done.stdout[-1000:]!r} {done.stderr[-1000:]!r}"
+            )
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "LOG_DIR": str(self._folder / "logs"), "KAFKA_HEAP_OPTS": _JAVA}
 
 
 def kafka_home() -> Path:
@@ -116,22 +131,27 @@ def kafka_home() -> Path:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="session")
-def kafka_address() -> Iterator[str]:
-    """Address of a broker that nobody may harm: the one in KAFKA_BOOTSTRAP_SERVERS, or one that is started here."""
-    given = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if given:
-        yield given
-        return
-    with running_broker() as broker:
-        yield broker.address
+@functools.cache
+def shared_broker() -> Broker:
+    """The one broker of a test run, however many conftest files import these fixtures."""
+    broker = Broker(kafka_home())
+    atexit.register(broker.close)
+    broker.start()
+    return broker
 
 
 @pytest.fixture(scope="session")
-def mortal_broker() -> Iterator[Broker]:
-    """A broker to be killed and started again; whoever uses it leaves it running."""
-    with running_broker() as broker:
-        yield broker
+def kafka_address() -> str:
+    """Address of the broker in KAFKA_BOOTSTRAP_SERVERS, or of the one that is started here."""
+    return os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or shared_broker().address
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    """The broker that is started here, to be killed and started again; the fixture leaves it running."""
+    running = shared_broker()
+    yield running
+    running.start()
 
 
 @pytest.fixture
@@ -140,20 +160,13 @@ def unique() -> str:
     return uuid.uuid4().hex[:12]
 
 
-@contextlib.contextmanager
-def running_broker() -> Iterator[Broker]:
-    """A broker for the length of the context."""
-    broker = Broker(kafka_home())
-    try:
-        broker.start()
-        yield broker
-    finally:
-        broker.close()
-
-
 def _free_ports(number: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(number)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

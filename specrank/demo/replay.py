@@ -73,6 +73,7 @@ class Replay:
     broker: ActivityLog
     url: str
     check: Callable[[], None] = lambda: None
+    transport: httpx.AsyncBaseTransport | None = None
     published_served: int = field(default=0, init=False)
 
     def load_history(self, events: UserLog, before_ms: int) -> int:
@@ -135,7 +136,7 @@ class Replay:
         limits = httpx.Limits(max_connections=self.config.concurrency)
         with Progress(transient=True) as bar:
             task = bar.add_task("replay", total=num)
-            async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=30.0) as client:
+            async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=30.0, transport=self.transport) as client:
                 gate = asyncio.Semaphore(self.config.concurrency)
 
                 async def one(position: int) -> None:

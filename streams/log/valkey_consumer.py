@@ -22,6 +22,7 @@ CLAIM_IDLE_MS = 60_000
 consumer's record loses nothing but handles it twice."""
 CLAIM_COUNT = 1000
 """Records claimed in one command."""
+
 _NEW = ">"
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 280  # a cold run takes about a minute and a half; this bounds a hang
+LIMIT_S = 900  # a cold run takes about a minute; this bounds a hang on a busy machine
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels import __main__ as benchmark
+from benchmarks.kernels import workloads
+
 ROOT = Path(__file__).parents[2]
 
 
 def test_nothing_is_timed_while_an_operator_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.kernels import __main__ as benchmark
-    from benchmarks.kernels import workloads
-
     benchmark.check(torch.float32, "cpu")
 
     def slightly_wrong(*args: object) -> list[workloads.Workload]:
@@ -29,10 +28,7 @@ def test_nothing_is_timed_while_an_operator_is_wrong(monkeypatch: pytest.MonkeyP
         benchmark.check(torch.float32, "cpu")
 
 
-def test_every_operator_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.kernels import workloads
-
+def test_every_operator_is_timed() -> None:
     works = workloads.workloads(workloads.TINY, torch.float32, "cpu")
     operators = {p.parent.name for p in (ROOT / "kernels").glob("*/reference.py")} - {"quantize"}
     assert operators <= {w.operator for w in works}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import D, H, K, S, gdpa_case, grouped, jagged, linear, owners_of, shared
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cost
 from kernels.seed_pooling import sum_kron
+from tests.kernels.kernel_cases import D, H, K, S, gdpa_case, grouped, jagged, linear, owners_of, shared
 
 LENGTHS = [3, 0, 5, 2]  # no 1: for it the reference multiplies without a counted product
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BLOCK, CASES, Case, D, H, K, gdpa_case, rounded
 from torch import Tensor
 
 from kernels.block_attention import block_attention
@@ -17,6 +16,7 @@ from kernels.jagged_attention import jagged_attention, jagged_attention_shared
 from kernels.seed_pooling import reference as seed_reference
 from kernels.seed_pooling import seed_pooling, sum_kron
 from kernels.testing import assert_as_good, offsets_of, strided, value_and_gradients
+from tests.kernels.kernel_cases import BLOCK, CASES, Case, D, H, K, gdpa_case, rounded
 
 LENGTHS = [
     [],
