@@ -120,6 +120,8 @@ def _plan(own: Layout, other: Layout | None) -> Plan:
     own = own.copy()
     other_or_own = own if other is None else other.copy()
     whole = Plan([Bucket(torch.arange(own.num_rows), own, other_or_own)], Whole(own), Whole(other_or_own), own.num_rows)
+    if own.is_uniform and other_or_own.is_uniform:  # also a single row, as in serving: nothing to gain, decided at once
+        return whole
     working = own.lengths > 0 if other is None else (own.lengths > 0) & (other.lengths > 0)
     if not bool(working.any()):
         return whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from streams.user_log import UserLog
 
 GROUP = "solaris"
 TOPICS = (SERVED_TOPIC, ACTIVITY_TOPIC)  # slates before the events that trigger them
-ACTIVITY_VALUE = 1.0  # an event is worth as much as one certain miss
+EVENT_VALUE = 1.0  # an event is worth as much as one certain miss
 FOREVER_MS = 2**53  # above any event time, and exact as a score of the log
 
 logger = logging.getLogger(__name__)
@@ -96,12 +97,11 @@ class Worker:
             Retry: the store is away; nothing of the batch may be committed.
         """
         try:
-            values = self._speculator.remember(self._served(records))
-            for user in self._append(records):
-                values[user] = values.get(user, 0.0) + ACTIVITY_VALUE
-            for user, value in values.items():
-                if value > 0:
-                    self._queue.put(Job(user, value))
+            gains = self._speculator.remember(self._served(records))
+            # The impressions of a request follow it at once and change what the FM knows of the user: they are the moment to
+            # compute, and a run for the served request alone would be thrown away.
+            for user, events in Counter(self._append(records)).items():
+                self._queue.put(Job(user, gains.get(user, 0.0) + EVENT_VALUE * events))
             self.drain()
         except (redis.RedisError, OSError, StoreContentionError) as error:
             raise Retry(f"the store is away: {error}") from error

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
 
 from streams.embedded import EmbeddedValkey
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from kafka_broker import broker, kafka_address, unique  # noqa: E402, F401 - fixtures
+from tests.kafka_broker import broker, kafka_address, unique  # noqa: F401 - fixtures
 
 # The server is flushed by the examples themselves, so that sharing a fixture between examples is sound.
 settings.register_profile(

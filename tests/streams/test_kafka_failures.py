@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from kafka_broker import Broker
-from test_kafka_log import DEADLINE_S, HOUR_MS, consuming
-from test_log_valkey import Collector, wait_until
 
 from streams.log import LogUnavailable, Record
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_client import TopicSpec, topic_specs
+from tests.kafka_broker import Broker
+from tests.streams.test_kafka_log import DEADLINE_S, HOUR_MS, consuming
+from tests.streams.test_log_valkey import Collector, wait_until
 
 NOWHERE = "127.0.0.1:1"
 

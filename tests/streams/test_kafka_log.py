@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import ConfigResource, ConfigResourceType
-from test_log_valkey import Collector, wait_until
 
 from streams.events import ACTIVITY_TOPIC
 from streams.log import LogUnavailable, Record, Retry
 from streams.log.kafka import KafkaLog, TopicMismatchError
 from streams.log.kafka_client import MAX_RECORD_BYTES, KafkaSecurity, TopicSpec, servers, topic_specs
+from tests.streams.test_log_valkey import Collector, wait_until
 
 DEADLINE_S = 40.0
 HOUR_MS = 3_600_000

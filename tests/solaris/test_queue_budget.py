@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solaris.budget import BURST_S, Cost, TokenBucket
+from solaris.queue import Job, SpeculationQueue
+
+
+def drained(queue: SpeculationQueue) -> list[tuple[int, float]]:
+    found = []
+    while (job := queue.pop()) is not None:
+        found.append((job.user, job.value))
+    return found
+
+
+def test_best_first_and_oldest_of_equals() -> None:
+    queue = SpeculationQueue(10)
+    for user, value in ((1, 1.0), (2, 3.0), (3, 1.0), (4, 2.0)):
+        queue.put(Job(user, value))
+    assert drained(queue) == [(2, 3.0), (4, 2.0), (1, 1.0), (3, 1.0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=40), st.integers(1, 12))
+def test_one_job_per_user_at_his_greatest_value(puts: list[tuple[int, int]], bound: int) -> None:
+    queue = SpeculationQueue(bound)
+    for user, value in puts:
+        queue.put(Job(user, float(value)))
+        assert len(queue) <= bound
+    found = drained(queue)
+    assert len({user for user, _ in found}) == len(found)
+    assert [value for _, value in found] == sorted((value for _, value in found), reverse=True)
+    if bound >= 9:
+        best: dict[int, float] = {}
+        for user, value in puts:
+            best[user] = max(best.get(user, 0.0), value)
+        assert dict(found) == best
+        assert queue.dropped == 0
+        assert queue.coalesced == len(puts) - len(best)
+
+
+def test_a_full_queue_drops_the_lowest_value_and_counts() -> None:
+    queue = SpeculationQueue(2)
+    for user, value in ((1, 1.0), (2, 2.0), (3, 0.5), (4, 3.0)):
+        queue.put(Job(user, value))
+    assert queue.dropped == 2
+    assert drained(queue) == [(4, 3.0), (2, 2.0)]
+    with pytest.raises(ValueError, match="max_jobs"):
+        SpeculationQueue(0)
+
+
+def test_the_bucket_grants_the_rate_and_bounds_the_burst() -> None:
+    now = 0.0
+    bucket = TokenBucket(100.0, clock=lambda: now)
+    spent = 0
+    while bucket.take(100.0):
+        spent += 1
+    assert spent == BURST_S
+    granted = 0
+    for _ in range(1_000):
+        now += 0.1
+        granted += bucket.take(100.0)
+    assert granted == pytest.approx(100, abs=1)
+    now += 1e6
+    burst = 0
+    while bucket.take(100.0):
+        burst += 1
+    assert burst == BURST_S, "an idle night is not saved up"
+
+
+def test_a_job_larger_than_the_burst_still_runs() -> None:
+    now = 0.0
+    bucket = TokenBucket(1.0, clock=lambda: now)
+    assert bucket.take(1e6)
+    assert not bucket.take(1.0)
+
+
+def test_no_budget_grants_everything_and_a_bad_one_is_refused() -> None:
+    assert all(TokenBucket(None).take(1e30) for _ in range(3))
+    with pytest.raises(ValueError, match="flops_per_s"):
+        TokenBucket(0.0)
+    assert Cost(100.0, 3.0).of(10) == 130.0
