@@ -117,13 +117,14 @@ def _forward(
                 acc = acc * fade[:, None] + tl.dot(weight.to(v_tile.dtype), v_tile, input_precision=PRECISION)
                 top = new_top
             read = total > 0.0
-            acc = acc / tl.where(read, total, 1.0)[:, None]
+            total = tl.where(read, total, 1.0)
+            acc = acc / total[:, None]
             at = (q_begin + i)[:, None] * out_step + head * D + d[None, :]
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_q)
-            # +inf makes every weight exp2(-inf) = 0 in the backward of a query that read nothing.
+            # Any finite value does for a query that read nothing: its scores are all -inf in the backward.
             tl.store(
                 lse + head.to(tl.int64) * num_out + q_begin + i,
-                tl.where(read, top + tl.log2(tl.where(read, total, 1.0)), float("inf")),
+                tl.where(read, top + tl.log2(total), 0.0),
                 mask=i < n,
             )
 
@@ -185,7 +186,7 @@ def _backward_q(
             q_tile = tl.load(q + q_at[:, None] * q_step + head * q_head + d[None, :], mask=in_q, other=0.0)
             out_tile = tl.load(out + at[:, None] * out_step + head * D + d[None, :], mask=in_q, other=0.0)
             g_tile = tl.load(d_out + at[:, None] * g_step + head * g_head + d[None, :], mask=in_q, other=0.0)
-            lse_tile = tl.load(lse + head.to(tl.int64) * num_out + at, mask=i < n, other=float("inf"))
+            lse_tile = tl.load(lse + head.to(tl.int64) * num_out + at, mask=i < n, other=0.0)
             delta_tile = tl.sum(out_tile.to(tl.float32) * g_tile.to(tl.float32), 1)
             tl.store(delta + head.to(tl.int64) * num_out + at, delta_tile, mask=i < n)
 
@@ -286,7 +287,7 @@ def _backward_kv(
                 in_q = (i < n)[:, None] & (d < D)[None, :]
                 q_tile = tl.load(q + q_at[:, None] * q_step + head * q_head + d[None, :], mask=in_q, other=0.0)
                 g_tile = tl.load(d_out + at[:, None] * g_step + head * g_head + d[None, :], mask=in_q, other=0.0)
-                lse_tile = tl.load(lse + head.to(tl.int64) * num_out + at, mask=i < n, other=float("inf"))
+                lse_tile = tl.load(lse + head.to(tl.int64) * num_out + at, mask=i < n, other=0.0)
                 delta_tile = tl.load(delta + head.to(tl.int64) * num_out + at, mask=i < n, other=0.0)
                 score = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2E)
                 legal = _legal(i[None, :], j[:, None], n, m, shift, window, CAUSAL, WINDOWED)

@@ -22,7 +22,6 @@ class DemoConfig:
         solaris_days: last days before the test on which served features are backfilled for the rankers to learn from.
         candidates: N of a request; also the slate size.
         user_share: share of users whose test days are replayed.
-        batch: requests of one replay step, all of different users.
         concurrency: HTTP requests at a time.
     """
 
@@ -31,7 +30,6 @@ class DemoConfig:
     solaris_days: int = 4
     candidates: int = 100
     user_share: float = 0.2
-    batch: int = 64
     concurrency: int = 2
     gem: GemConfig = field(default_factory=GemConfig)
     training: TrainConfig = field(default_factory=TrainConfig)

@@ -7,12 +7,14 @@ have known, and two replays give the same scores, whatever the speed.
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any
 
-import httpx
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from rich.progress import Progress
 
 from gem.examples import RequestLog
 from solaris.backfill import timeline
-from solaris.worker import GROUP
+from solaris.worker import GROUP, TOPICS
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
 from streams.dataset import Dataset
 from streams.events import ACTIVITY_TOPIC, ActivityEvent, encode_event
@@ -30,8 +32,13 @@ from streams.requests import SERVED_TOPIC
 from streams.user_log import UserLog
 
 CATCH_UP_S = 60.0
-POLL_S = 0.002
+REQUEST_TIMEOUT_S = 30.0
+POLL_S = 0.004
+WINDOW = 1_000  # requests and impressions of one window
 LOAD_CHUNK = 20_000
+
+
+Post = Callable[[bytes], tuple[int, bytes]]
 
 
 class ReplayError(RuntimeError):
@@ -58,7 +65,42 @@ class Replayed:
     level_counts: NDArray[np.int64]
     latency_ms: NDArray[np.float64]
     server_ms: NDArray[np.float64]
-    seconds: float
+    seconds: float = 0.0
+
+    @classmethod
+    def empty(cls, requests: NDArray[np.int64], shown: int, objectives: int) -> Replayed:
+        """Zeros to be filled."""
+        num = len(requests)
+        return cls(
+            requests=requests,
+            with_fm=np.zeros((shown, objectives), np.float32),
+            without_fm=np.zeros((shown, objectives), np.float32),
+            shown_levels=np.zeros(shown, np.uint8),
+            level_counts=np.zeros((num, len(Level)), np.int64),
+            latency_ms=np.zeros(num),
+            server_ms=np.zeros(num),
+        )
+
+
+class HttpPost:
+    """Posts rank requests over one kept connection per thread."""
+
+    def __init__(self, url: str) -> None:
+        self._address = url.removeprefix("http://")
+        self._local = threading.local()
+
+    def __call__(self, body: bytes) -> tuple[int, bytes]:
+        """(status, content) of the answer.
+
+        Raises:
+            OSError: the API is not reachable.
+        """
+        connection: HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = HTTPConnection(self._address, timeout=REQUEST_TIMEOUT_S)
+        connection.request("POST", "/v1/rank", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
 
 
 @dataclass
@@ -71,10 +113,8 @@ class Replay:
     requests: NDArray[np.int64]
     slates: NDArray[np.uint64]
     broker: ActivityLog
-    url: str
+    post: Post
     check: Callable[[], None] = lambda: None
-    transport: httpx.AsyncBaseTransport | None = None
-    published_served: int = field(default=0, init=False)
 
     def load_history(self, events: UserLog, before_ms: int) -> int:
         """Writes the replayed users' events before the replay into the user log; returns how many."""
@@ -86,26 +126,27 @@ class Replay:
         return len(keep)
 
     def steps(self) -> Iterator[tuple[list[int], list[int]]]:
-        """(positions of requests, indices of impressions) of each step, in order of time.
+        """(positions of requests, indices of impressions) of each step.
 
-        Within a step requests go first. A user's request never follows a request or an impression of his in the same step.
+        Requests are taken in windows of time. Within a window a user's items are spread over steps so that his request never shares
+        a step with an earlier item of his; within a step requests go first. What users see does not depend on each other.
         """
+        items = [(is_event, index) for _, is_event, index in timeline(self.log, self.requests)]
         users = self.log.users[self.requests]
         _, local = self.log.candidate_indices(self.requests)
-        requests: list[int] = []
-        impressions: list[int] = []
-        seen: set[int] = set()
-        for _, is_event, index in timeline(self.log, self.requests):
-            user = int(users[local[index] if is_event else index])
-            if not is_event and (user in seen or len(requests) == self.config.batch):
-                yield requests, impressions
-                requests, impressions, seen = [], [], set()
-            (impressions if is_event else requests).append(index)
-            seen.add(user)
-        if requests or impressions:
-            yield requests, impressions
+        for start in range(0, len(items), WINDOW):
+            steps: list[tuple[list[int], list[int]]] = []
+            last: dict[int, int] = {}
+            for is_event, index in items[start : start + WINDOW]:
+                user = int(users[local[index] if is_event else index])
+                number = last.get(user, 0) + (not is_event and user in last)
+                last[user] = number
+                if number == len(steps):
+                    steps.append(([], []))
+                steps[number][is_event].append(index)
+            yield from steps
 
-    def run(self, on_step: Callable[[int], None] | None = None) -> Replayed:
+    def run(self, on_step: Callable[[int], None] = lambda done: None) -> Replayed:
         """Replays all steps.
 
         Args:
@@ -114,52 +155,34 @@ class Replay:
         Raises:
             ReplayError: the API refuses a request, or the worker does not catch up.
         """
-        return asyncio.run(self._run(on_step or (lambda _: None)))
-
-    async def _run(self, on_step: Callable[[int], None]) -> Replayed:
         num = len(self.requests)
         at, local = self.log.candidate_indices(self.requests)
         first = np.searchsorted(local, np.arange(num + 1))
-        objectives = self.dataset.schema.objectives
-        result = Replayed(
-            requests=self.requests,
-            with_fm=np.zeros((len(at), len(objectives)), np.float32),
-            without_fm=np.zeros((len(at), len(objectives)), np.float32),
-            shown_levels=np.zeros(len(at), np.uint8),
-            level_counts=np.zeros((num, len(Level)), np.int64),
-            latency_ms=np.zeros(num),
-            server_ms=np.zeros(num),
-            seconds=0.0,
-        )
+        result = Replayed.empty(self.requests, len(at), len(self.dataset.schema.objectives))
         start = time.perf_counter()
-        self.published_served = self.broker.published(SERVED_TOPIC)
-        limits = httpx.Limits(max_connections=self.config.concurrency)
-        with Progress(transient=True) as bar:
+        served = self.broker.published(SERVED_TOPIC)
+        done = 0
+        with Progress(transient=True) as bar, ThreadPoolExecutor(self.config.concurrency) as pool:
             task = bar.add_task("replay", total=num)
-            async with httpx.AsyncClient(base_url=self.url, limits=limits, timeout=30.0, transport=self.transport) as client:
-                gate = asyncio.Semaphore(self.config.concurrency)
 
-                async def one(position: int) -> None:
-                    shown = at[first[position] : first[position + 1]]
-                    async with gate:
-                        await self._rank(client, position, shown, slice(first[position], first[position + 1]), result)
+            def one(position: int) -> None:
+                place = slice(int(first[position]), int(first[position + 1]))
+                self._rank(position, at[place], place, result)
 
-                done = 0
-                for step, impressions in self.steps():
-                    on_step(done)
-                    await asyncio.gather(*(one(position) for position in step))
-                    self.published_served += len(step)
-                    await self._catch_up(served_only=True)
-                    self._publish(at[impressions])
-                    await self._catch_up()
-                    done += len(step)
-                    bar.update(task, completed=done)
+            for requests, impressions in self.steps():
+                on_step(done)
+                for _ in pool.map(one, requests):
+                    pass
+                done += len(requests)
+                # Slates first, as in production, where an impression follows the answer.
+                self._wait(lambda seen=served + done: self.broker.published(SERVED_TOPIC) >= seen)
+                self._publish(at[impressions])
+                self._wait(lambda: not any(self.broker.lag(topic, GROUP) for topic in TOPICS))
+                bar.update(task, completed=done)
         result.seconds = time.perf_counter() - start
         return result
 
-    async def _rank(
-        self, client: httpx.AsyncClient, position: int, shown: NDArray[np.int64], place: slice, result: Replayed
-    ) -> None:
+    def _rank(self, position: int, shown: NDArray[np.int64], place: slice, result: Replayed) -> None:
         request = self.requests[position]
         body = {
             "user_id": int(self.dataset.raw_users[self.log.events[shown[0]]]),
@@ -169,14 +192,12 @@ class Replay:
             "variant": RANKER,
         }
         start = time.perf_counter()
-        answer = await self._post(client, body)
+        answer = self._post(body)
         result.latency_ms[position] = (time.perf_counter() - start) * 1e3
         result.server_ms[position] = answer["timings_ms"]["total"]
         # The shown ads again from the control, which reads no embeddings: the same request without Solaris.
         own = self._raw_ads(self.log.ads[shown])
-        control = await self._post(
-            client, {**body, "candidates": list(dict.fromkeys(own)), "variant": CONTROL, "shadow": True}
-        )
+        control = self._post({**body, "candidates": list(dict.fromkeys(own)), "variant": CONTROL, "shadow": True})
         by_ad = {candidate["ad_id"]: candidate for candidate in answer["candidates"]}
         control_by_ad = {candidate["ad_id"]: candidate for candidate in control["candidates"]}
         objectives = self.dataset.schema.objectives
@@ -188,12 +209,19 @@ class Replay:
         for candidate in answer["candidates"]:
             result.level_counts[position, Level.from_label(candidate["level"])] += 1
 
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, object]) -> dict[str, object]:
-        response = await client.post("/v1/rank", content=orjson.dumps(body))
-        if response.status_code != 200:
-            raise ReplayError(f"the ranking API answered {response.status_code}: {response.text[:200]}")
-        answer: dict[str, object] = orjson.loads(response.content)
-        return answer
+    def _post(self, body: dict[str, object]) -> Any:
+        status, content = self.post(orjson.dumps(body))
+        if status != 200:
+            raise ReplayError(f"the ranking API answered {status}: {content[:200].decode(errors='replace')}")
+        return orjson.loads(content)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + CATCH_UP_S
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ReplayError(f"the worker did not catch up within {CATCH_UP_S:.0f} s")
+            time.sleep(POLL_S)
 
     def _raw_ads(self, ads: NDArray[np.uint64]) -> list[int]:
         return [self.dataset.raw_ads[ad] for ad in ads.tolist()]
@@ -206,17 +234,6 @@ class Replay:
             for key, index in zip(keys, events, strict=True)
         ]
         self.broker.publish_many(ACTIVITY_TOPIC, records)
-
-    async def _catch_up(self, *, served_only: bool = False) -> None:
-        deadline = time.monotonic() + CATCH_UP_S
-        while time.monotonic() < deadline:
-            if self.broker.published(SERVED_TOPIC) >= self.published_served and (
-                served_only or not (self.broker.lag(SERVED_TOPIC, GROUP) or self.broker.lag(ACTIVITY_TOPIC, GROUP))
-            ):
-                return
-            self.check()
-            await asyncio.sleep(POLL_S)
-        raise ReplayError(f"the worker did not catch up within {CATCH_UP_S:.0f} s")
 
 
 def event_of(dataset: Dataset, index: int) -> ActivityEvent:

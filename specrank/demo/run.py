@@ -25,7 +25,7 @@ from solaris.backfill import part_of, served_features, served_states
 from solaris.worker import WorkerConfig
 from specrank.demo.build import Built, Candidates, build, fill_candidates
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
-from specrank.demo.replay import Replay, Replayed
+from specrank.demo.replay import HttpPost, Replay, Replayed
 from specrank.demo.report import coverage, percentiles, plot, served_metrics, show, write
 from specrank.demo.services import api, embedded_store, start_worker
 from streams.dataset import Dataset, load_dataset
@@ -80,7 +80,7 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     filled = fill_candidates(retrieval, log, chosen, config.candidates)
     stages.lap("candidates")
     with embedded_store(config) as store, start_worker(config, store.url) as worker, api(config, store.url) as url:
-        replay = Replay(config, dataset, log, chosen, filled.slates, ValkeyLog(store.client()), url, worker.check)
+        replay = Replay(config, dataset, log, chosen, filled.slates, ValkeyLog(store.client()), HttpPost(url), worker.check)
         events = replay.load_history(UserLog(store.client()), test_ms)
         console.print(
             f"replay: {len(chosen):,} requests of {len(np.unique(log.users[chosen])):,} users, {events:,} earlier events"

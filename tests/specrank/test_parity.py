@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -46,7 +45,7 @@ class RecordingReplay(Replay):
         super().__init__(*args)  # type: ignore[arg-type]
         self.fetcher, self.inputs, self.features = fetcher, {}, {}
 
-    async def _rank(self, client, position, shown, place, result) -> None:  # type: ignore[no-untyped-def]
+    def _rank(self, position, shown, place, result) -> None:  # type: ignore[no-untyped-def]
         request = self.requests[position]
         user, surface = int(self.log.users[request]), int(self.log.surfaces[request])
         time_ms, ads = int(self.log.times_ms[request]), self.log.ads[shown]
@@ -62,7 +61,7 @@ class RecordingReplay(Replay):
         )
         self.inputs[position] = one_request(batch, fetched.features, self.log.encoder.num_surfaces)
         self.features[position] = fetched.features
-        await super()._rank(client, position, shown, place, result)
+        super()._rank(position, shown, place, result)
 
 
 def test_replayed_features_equal_offline_features(
@@ -71,13 +70,17 @@ def test_replayed_features_equal_offline_features(
     requests, slates, test_ms = chosen
     log = system.log
     representer = system.representer
-    config = DemoConfig(candidates=CANDIDATES, batch=16, run=tmp_path)
+    config = DemoConfig(candidates=CANDIDATES, run=tmp_path)
     worker = system.worker(store.client(), slate_size=CANDIDATES)
     fetcher = Fetcher(store.client(), representer.layout, representer.version, history=10)
     with system.api(store.url) as http, running(worker):
         broker = ValkeyLog(store.client())
-        replay = RecordingReplay(config, system.dataset, log, requests, slates, broker, "http://test", fetcher=fetcher)
-        replay.transport = httpx.ASGITransport(app=http.app)
+
+        def post(body: bytes) -> tuple[int, bytes]:
+            answer = http.post("/v1/rank", content=body)
+            return answer.status_code, answer.content
+
+        replay = RecordingReplay(config, system.dataset, log, requests, slates, broker, post, fetcher=fetcher)
         replay.load_history(UserLog(store.client()), test_ms)
         replayed = replay.run()
     states = served_states(log, requests, slates, 1_024)
