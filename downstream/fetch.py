@@ -8,9 +8,8 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from streams.features import PAIRS, USER, FmFeatures, FmLayout, resolve_rows
+from streams.features import PAIRS, USER, FmFeatures, FmLayout, resolve_rows, store_of
 from streams.rows import LOG_ROW
-from streams.store import EmbeddingStore
 from streams.user_log import UserLog
 
 
@@ -53,9 +52,3 @@ class Fetcher:
             self.pairs.decode(pairs), self.users.decode(own), ads, surface, time_ms, self.fm_version, self.layout
         )
         return Fetched(self._log.decode_history(history), features, degraded=False)
-
-
-def store_of(client: redis.Redis, kind: str, layout: FmLayout) -> EmbeddingStore:
-    """The store of one kind, as rankers read it."""
-    dim = layout.pair_dim if kind == PAIRS else layout.user_row_dim
-    return EmbeddingStore(client, kind=kind, dim=dim, ttl_ms=layout.ttl_ms, failover_ttl_ms=layout.failover_ttl_ms)

@@ -26,7 +26,7 @@ class _GuardedConnection(redis.Connection):
         if time.monotonic() < _GuardedConnection._closed_until:
             raise redis.ConnectionError("the store failed a moment ago and is left alone")
         try:
-            super().connect(*args, **kwargs)
+            super().connect(*args, **kwargs)  # type: ignore[no-untyped-call]
         except (redis.RedisError, OSError):
             _GuardedConnection._closed_until = time.monotonic() + self.retry_s
             raise

@@ -5,6 +5,7 @@ Shapes: B requests, C candidates, T history events, n request tokens, m candidat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,7 @@ class Gem(nn.Module):
         tokens = self.request_tokens(batch, rows)
         summary: Tensor | None = None
         read, keys_values = [], []
-        for layer in self.layers:
+        for layer in self._layers():
             tokens, history, summary = layer.request(tokens, history, summary, events)
             read.append(torch.cat([tokens, summary], dim=1))
             keys_values.append(layer.keys_values(history))
@@ -85,12 +86,15 @@ class Gem(nn.Module):
     def encode_candidates(self, state: RequestState, batch: TensorBatch) -> PairOutput:
         """f_C: candidates read the request's state, never each other."""
         tokens = self.candidate_tokens(batch, self.tables)
-        for layer, read, keys_values in zip(self.layers, state.tokens, state.keys_values, strict=True):
+        for layer, read, keys_values in zip(self._layers(), state.tokens, state.keys_values, strict=True):
             tokens = layer.candidate(tokens, read, keys_values, state.offsets, batch.request)
         flat = tokens.flatten(1)
         match = state.user[batch.request] * self.user_match(flat)
         pair = F.silu(self.pair(torch.cat([flat, match], dim=1)))
         return PairOutput(pair, self.heads(self.dropout(pair), state.surface[batch.request]))
+
+    def _layers(self) -> Iterator[KunlunLayer]:
+        return (layer for layer in self.layers if isinstance(layer, KunlunLayer))
 
     def forward(self, batch: TensorBatch) -> PairOutput:
         """Both sides: pair embeddings [C, P] and logits [C, K]."""

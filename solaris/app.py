@@ -8,7 +8,8 @@ What is promised, and how:
   a candidate missed its embedding; if none did, all rows are there, and only as old as the user's event before.
 - A broker that is away is waited for, before the start and later, with /ready at 503 and one log line a minute.
 - Supervised restart is the platform's: if the agent crashes, or the consumer has stalled for `RESTART_LIMIT_S` with nothing in
-  hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with code 0.
+  hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with code 0. A handler that
+  never returns holds the process until it is killed, which loses nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def serve(
     topics: Sequence[str] = TOPICS,
     group: str = GROUP,
 ) -> int:
-    """Works until `stop` is set, waiting for the broker first if need be.
+    """Works until `stop` is set, waiting for the broker first if need be; a crash sets it.
 
     Returns:
         exit code: 0 if stopped, 1 if the worker should be started again.

@@ -20,7 +20,7 @@ from faust.types import TP
 from solaris.app_watch import Watch
 from solaris.metrics import WorkerMetrics
 from streams.log import Record
-from streams.log.delivery import Delivery
+from streams.log.delivery import OUTAGES, Delivery
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_consumer import next_offsets, to_record
 
@@ -64,7 +64,7 @@ class Batches:
         self._worker, self._watch, self._stop = worker, watch, stop
         self._order = {topic: place for place, topic in enumerate(topics)}
         self.rejected: Counter[str] = Counter()
-        self._delivery = Delivery(log, group, worker.handle, stop, self.rejected)
+        self._delivery = Delivery(log, group, self._work, stop, self.rejected)
         self._pool = ThreadPoolExecutor(1, "solaris-handler")
         self._turn = asyncio.Lock()
 
@@ -81,7 +81,7 @@ class Batches:
             messages = [event.message for event in events if event.message.generation_id == generation]
             records = [to_record(m.topic, m.partition, m.offset, m.key, m.value) for m in messages]
             records.sort(key=lambda record: self._order[record.topic])  # stable
-            if not records or not await self._run(lambda: self._delivery.deliver(records, lambda _: None)):
+            if not records or not await self._run(lambda: self._deliver(records)):
                 return
             if app.consumer_generation_id != generation:
                 self._watch.errors.labels("commit").inc()
@@ -94,6 +94,20 @@ class Batches:
                 return
             for topic, number in Counter(record.topic for record in records).items():
                 self._watch.records.labels(topic).inc(number)
+
+    def _deliver(self, records: Sequence[Record]) -> bool:
+        before = Counter(self.rejected)
+        done = self._delivery.deliver(records, lambda _: None)
+        for topic, number in (self.rejected - before).items():
+            self._worker.metrics.rejected.labels(topic).inc(number)
+        return done
+
+    def _work(self, records: Sequence[Record]) -> None:
+        try:
+            self._worker.handle(records)
+        except Exception as error:
+            self._watch.errors.labels("store" if isinstance(error, OUTAGES) else "handler").inc()
+            raise
 
     async def drain(self) -> None:
         """Runs work that waits for budget, unless the worker is busy."""

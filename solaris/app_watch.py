@@ -63,7 +63,9 @@ class Watch:
         )
         self.partitions = Gauge("solaris_kafka_partitions", "Partitions of this worker", registry=registry)
         self.rebalances = Counter("solaris_kafka_rebalances", "Assignments of partitions", registry=registry)
-        self.errors = Counter("solaris_kafka_errors", "Failures by kind", ["kind"], registry=registry)
+        self.errors = Counter(
+            "solaris_kafka_errors", "Failures: broker, store, handler, commit, crash", ["kind"], registry=registry
+        )
 
     def assigned(self, places: Collection[Place]) -> None:
         """Notes the worker's partitions after a rebalance; a spare worker has none."""

@@ -23,12 +23,12 @@ from solaris.metrics import WorkerMetrics
 from solaris.queue import Job, SpeculationQueue
 from solaris.speculator import Slate, Speculator
 from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row
-from streams.features import PAIRS, USER, USER_ROW
+from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.log import ActivityLog, Record, Retry, reject
 from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, decode_served
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
-from streams.store import EmbeddingStore, Rows, StoreContentionError
+from streams.store import Rows, StoreContentionError
 from streams.user_log import UserLog
 
 GROUP = "solaris"
@@ -71,9 +71,8 @@ class Worker:
         self._events = UserLog(client)
         self._speculator = Speculator(client, config.slate_size)
         layout = representer.layout
-        lifetimes = {"ttl_ms": layout.ttl_ms, "failover_ttl_ms": layout.failover_ttl_ms}
-        self._pairs = EmbeddingStore(client, kind=PAIRS, dim=layout.pair_dim, max_rows=config.max_rows, **lifetimes)
-        self._users = EmbeddingStore(client, kind=USER, dim=layout.user_row_dim, max_rows=1, **lifetimes)
+        self._pairs = store_of(client, PAIRS, layout, max_rows=config.max_rows)
+        self._users = store_of(client, USER, layout, max_rows=1)
         self._queue = SpeculationQueue(config.max_jobs)
         self._bucket = TokenBucket(config.flops_per_s)
         self._cost = Cost(*representer.engine.flops())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -144,5 +145,5 @@ def _standardise(values: NDArray[np.float64]) -> NDArray[np.float32]:
     return np.where(known, np.clip(scaled, -4, 4), 0.0).astype(np.float32)
 
 
-def _stack(columns: list[NDArray[np.generic]], count: int, dtype: type) -> NDArray[np.generic]:
+def _stack(columns: Sequence[NDArray[Any]], count: int, dtype: type) -> NDArray[Any]:
     return np.stack(columns, axis=1).astype(dtype) if columns else np.zeros((count, 0), dtype=dtype)

@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import redis
 from numpy.typing import NDArray
 
 from streams.levels import Level
-from streams.store import Rows, lookup
+from streams.store import EmbeddingStore, Rows, lookup
 
 USER_ROW = 0  # the only row of a user's "user" value has this ad id
 PAIRS, USER, SLATE = "pairs", "user", "slate"
@@ -135,4 +136,17 @@ def resolve_rows(
     user_vector = user.vectors[user_at] if len(user) else np.zeros((1, layout.user_row_dim), np.float32)
     return resolve(
         pair_vector, np.where(at >= 0, age, -1), user_vector, np.where(user_at >= 0, user_age, -1), surface, layout
+    )
+
+
+def store_of(client: redis.Redis, kind: str, layout: FmLayout, *, max_rows: int = 1) -> EmbeddingStore:
+    """The store of pair rows (`PAIRS`) or user rows (`USER`), as workers write and rankers read it.
+
+    Args:
+        client: of the server. kind: `PAIRS` or `USER`. layout: widths and lifetimes.
+        max_rows: rows that a writer keeps of a user; a reader need not say.
+    """
+    dim = layout.pair_dim if kind == PAIRS else layout.user_row_dim
+    return EmbeddingStore(
+        client, kind=kind, dim=dim, max_rows=max_rows, ttl_ms=layout.ttl_ms, failover_ttl_ms=layout.failover_ttl_ms
     )

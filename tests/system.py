@@ -62,7 +62,10 @@ def build(folder: Path, dataset: Dataset, log: RequestLog) -> System:
     Trainer(model, log, TrainConfig(batch=256, warmup=2)).fit([np.arange(3_000)], progress=False)
     save_model(folder / "gem", model, log.encoder)
     rng = np.random.default_rng(0)
-    autoencoder = fit_autoencoder(rng.normal(size=(500, GEM.pair_dim)).astype(np.float32), AutoencoderConfig(GEM.pair_dim, z_dim=8, prefixes=(4,), steps=20))
+    autoencoder = fit_autoencoder(
+        rng.normal(size=(500, GEM.pair_dim)).astype(np.float32),
+        AutoencoderConfig(GEM.pair_dim, z_dim=8, prefixes=(4,), steps=20),
+    )
     save_autoencoder(folder / "autoencoder", autoencoder)
     representer = Representer.load(folder / "gem", folder / "autoencoder")
     for name, use_fm in (("ranker", True), ("control", False)):

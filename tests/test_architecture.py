@@ -51,7 +51,11 @@ def test_every_package_has_a_floor() -> None:
 
 def test_files_fit_in_a_head() -> None:
     limits = {path: 600 if path.relative_to(ROOT).parts[0] == "kernels" else 400 for path in modules()}
-    long = {str(path.relative_to(ROOT)): n for path, limit in limits.items() if (n := len(path.read_text().splitlines())) > limit}
+    long = {
+        str(path.relative_to(ROOT)): n
+        for path, limit in limits.items()
+        if (n := len(path.read_text().splitlines())) > limit
+    }
     assert not long
 
 
@@ -59,7 +63,11 @@ def test_every_module_imports() -> None:
     for package in FLOORS:
         module = importlib.import_module(package)
         for found in pkgutil.walk_packages(module.__path__, f"{package}."):
-            if found.name != "specrank.__main__" and not found.name.endswith(".triton") and ".triton_" not in found.name:
+            if (
+                found.name != "specrank.__main__"
+                and not found.name.endswith(".triton")
+                and ".triton_" not in found.name
+            ):
                 importlib.import_module(found.name)
 
 

@@ -175,7 +175,8 @@ class Replay:
                     pass
                 done += len(requests)
                 # Slates first, as in production, where an impression follows the answer.
-                self._wait(lambda seen=served + done: self.broker.published(SERVED_TOPIC) >= seen)
+                expected = served + done
+                self._wait(lambda: self.broker.published(SERVED_TOPIC) >= expected)  # noqa: B023 - waited for at once
                 self._publish(at[impressions])
                 self._wait(lambda: not any(self.broker.lag(topic, GROUP) for topic in TOPICS))
                 bar.update(task, completed=done)

@@ -80,7 +80,9 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     filled = fill_candidates(retrieval, log, chosen, config.candidates)
     stages.lap("candidates")
     with embedded_store(config) as store, start_worker(config, store.url) as worker, api(config, store.url) as url:
-        replay = Replay(config, dataset, log, chosen, filled.slates, ValkeyLog(store.client()), HttpPost(url), worker.check)
+        replay = Replay(
+            config, dataset, log, chosen, filled.slates, ValkeyLog(store.client()), HttpPost(url), worker.check
+        )
         events = replay.load_history(UserLog(store.client()), test_ms)
         console.print(
             f"replay: {len(chosen):,} requests of {len(np.unique(log.users[chosen])):,} users, {events:,} earlier events"

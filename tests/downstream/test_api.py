@@ -102,11 +102,17 @@ def test_bad_requests_name_the_field_and_the_legal_values(
 def test_unknown_users_and_ads_are_ranked_as_cold_and_flagged(system: System, store: EmbeddedValkey) -> None:
     known = request(system)["candidates"][0]  # type: ignore[index]
     with system.api(store.url) as http:
-        answer = http.post("/v1/rank", json=request(system, user_id="nobody", candidates=[known, "new-ad", 987_654_321]))
+        answer = http.post(
+            "/v1/rank", json=request(system, user_id="nobody", candidates=[known, "new-ad", 987_654_321])
+        )
         assert answer.status_code == 200
         found = answer.json()
         assert found["cold_user"] is True
-        assert {c["ad_id"]: c["known"] for c in found["candidates"]} == {known: True, "new-ad": False, 987_654_321: False}
+        assert {c["ad_id"]: c["known"] for c in found["candidates"]} == {
+            known: True,
+            "new-ad": False,
+            987_654_321: False,
+        }
         assert all(np.isfinite(c["score"]) for c in found["candidates"])
 
 
@@ -130,7 +136,9 @@ def test_one_round_trip_and_a_bounded_number_of_connections(system: System, stor
         http.post("/v1/rank", json=request(system))
         client = store.client()
         before = client.info("clients")["connected_clients"]
-        threads = [threading.Thread(target=http.post, args=("/v1/rank",), kwargs={"json": request(system)}) for _ in range(60)]
+        threads = [
+            threading.Thread(target=http.post, args=("/v1/rank",), kwargs={"json": request(system)}) for _ in range(60)
+        ]
         for thread in threads:
             thread.start()
         most = max(client.info("clients")["connected_clients"] for _ in range(50))

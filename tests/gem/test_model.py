@@ -39,7 +39,9 @@ def with_other_candidates(log: RequestLog, batch: TensorBatch, seed: int) -> Ten
     rng = np.random.default_rng(seed)
     ads = rng.choice(log.encoder.ads.ids, len(batch.ad))
     row, categories, dense = log.encoder.encode_ads(ads)
-    return batch.with_candidates(torch.from_numpy(row), torch.from_numpy(categories), torch.from_numpy(dense), batch.request)
+    return batch.with_candidates(
+        torch.from_numpy(row), torch.from_numpy(categories), torch.from_numpy(dense), batch.request
+    )
 
 
 def test_changing_candidates_leaves_the_request_side_bit_identical(log: RequestLog, model: Gem) -> None:
@@ -47,7 +49,9 @@ def test_changing_candidates_leaves_the_request_side_bit_identical(log: RequestL
     other = with_other_candidates(log, batch, 1)
     with torch.inference_mode():
         pairs = [model.encode_candidates(model.encode_request(b), b).logits for b in (batch, other)]
-        for one, two in zip(state_tensors(model.encode_request(batch)), state_tensors(model.encode_request(other)), strict=True):
+        for one, two in zip(
+            state_tensors(model.encode_request(batch)), state_tensors(model.encode_request(other)), strict=True
+        ):
             assert torch.equal(one, two)
     assert not torch.allclose(*pairs), "the candidates must matter, else the test shows nothing"
 
@@ -56,13 +60,18 @@ def test_candidates_do_not_see_each_other(log: RequestLog, model: Gem) -> None:
     batch = batch_of(log, np.arange(3_000, 3_008))
     row, categories, dense = log.encoder.encode_ads(log.encoder.ads.ids[:40])
     request = torch.arange(8).repeat_interleave(5)
-    together = batch.with_candidates(torch.from_numpy(row), torch.from_numpy(categories), torch.from_numpy(dense), request)
+    together = batch.with_candidates(
+        torch.from_numpy(row), torch.from_numpy(categories), torch.from_numpy(dense), request
+    )
     with torch.inference_mode():
         state = model.encode_request(batch)
         all_logits = model.encode_candidates(state, together).logits
         for c in range(0, 40, 7):
             one = batch.with_candidates(
-                torch.from_numpy(row[c : c + 1]), torch.from_numpy(categories[c : c + 1]), torch.from_numpy(dense[c : c + 1]), request[c : c + 1]
+                torch.from_numpy(row[c : c + 1]),
+                torch.from_numpy(categories[c : c + 1]),
+                torch.from_numpy(dense[c : c + 1]),
+                request[c : c + 1],
             )
             assert torch.allclose(model.encode_candidates(state, one).logits[0], all_logits[c], atol=1e-5)
 

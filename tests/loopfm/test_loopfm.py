@@ -17,7 +17,9 @@ from streams.artifact import ArtifactError
 
 def low_rank(seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=(2_000, 6)) @ rng.normal(size=(6, 24)) + 0.05 * rng.normal(size=(2_000, 24))).astype(np.float32)
+    return (rng.normal(size=(2_000, 6)) @ rng.normal(size=(6, 24)) + 0.05 * rng.normal(size=(2_000, 24))).astype(
+        np.float32
+    )
 
 
 def test_longer_prefixes_explain_more_and_enough(tmp_path: Path) -> None:

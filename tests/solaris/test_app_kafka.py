@@ -19,9 +19,10 @@ import httpx
 import numpy as np
 import pytest
 import redis
+from pydantic import SecretStr
 
 import solaris
-from solaris.app import serve
+from solaris.app import create_app, serve
 from solaris.app_batches import Batches
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.metrics import WorkerMetrics
@@ -199,6 +200,9 @@ def test_events_end_in_the_user_log_as_the_oracle_has_them(
         wait_until(lambda: worker.drained > 0)
     assert histories(client) == oracle(found)
     assert log.published(f"{activity}.rejected") == 1
+    assert (
+        f'solaris_rejected_total{{topic="{activity}"}} 1.0' in metrics and 'errors_total{kind="handler"} 2.0' in metrics
+    )
     for batch in worker.batches:
         assert len(batch) <= 512
         assert [r.topic for r in batch] == sorted((r.topic for r in batch), key=[served, activity].index)
@@ -280,7 +284,7 @@ def test_the_broker_may_be_away_at_the_start_and_later(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("streams.log.kafka.ADMIN_TIMEOUT_S", 1.0)
     monkeypatch.setattr("streams.log.kafka.CONNECT_TIMEOUT_S", 1.0)
-    activity, found, published = topics_of(unique)[1], events(600), list[ActivityEvent]()
+    activity, found, published = topics_of(unique)[1], events(400), list[ActivityEvent]()
     worker = EventWorker(client, pause_s=0.1)
     broker.kill()
     with running(broker.address, worker, unique) as app, KafkaLog(broker.address) as log:
@@ -315,10 +319,32 @@ def test_the_broker_may_be_away_at_the_start_and_later(
     assert len(lines) <= 3, lines  # two outages within a minute: one of the watch, one of the start
 
 
+def test_brokers_and_credentials_reach_the_app(client: redis.Redis) -> None:
+    for protocol, wanted in (
+        ("PLAINTEXT", None),
+        ("SSL", "SSL"),
+        ("SASL_PLAINTEXT", "SASL_PLAINTEXT"),
+        ("SASL_SSL", "SASL_SSL"),
+    ):
+        secured = settings_of("a:1,b:2").model_copy(
+            update={
+                "kafka_security_protocol": protocol,
+                "kafka_sasl_mechanism": "SCRAM-SHA-512",
+                "kafka_username": "u",
+                "kafka_password": SecretStr("p"),
+            }
+        )
+        app = create_app(secured, EventWorker(client))
+        found = app.conf.broker_credentials
+        assert (found and found.protocol.value) == wanted
+        assert [str(url) for url in app.conf.broker] == ["kafka://a:1", "kafka://b:2"]
+        assert app.conf.id == "solaris" and app.conf.broker_session_timeout == 6
+
+
 WORKER = """
 import logging, sys, threading
 import redis
-from solaris.app import serve
+from solaris.app import create_app, serve
 from solaris.app_batches import Batches
 from streams.log.kafka import KafkaLog
 from tests.solaris.test_app_kafka import EventWorker, settings_of, topics_of

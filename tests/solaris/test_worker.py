@@ -86,7 +86,9 @@ def contents(client: redis.Redis, system: System) -> dict[str, object]:
             found[name] = client.zrange(key, 0, -1)
         else:
             dim = {PAIRS: layout.pair_dim, USER: layout.user_row_dim, SLATE: 1}[kind]
-            found[name] = EmbeddingStore(client, kind=kind, dim=dim, ttl_ms=1, failover_ttl_ms=1).decode(client.get(key))
+            found[name] = EmbeddingStore(client, kind=kind, dim=dim, ttl_ms=1, failover_ttl_ms=1).decode(
+                client.get(key)
+            )
     return found
 
 
@@ -118,7 +120,9 @@ def caught_up(client: redis.Redis) -> bool:
     return all(log.lag(topic, GROUP) == 0 for topic in TOPICS)
 
 
-def undisturbed(system: System, client: redis.Redis, records: list[tuple[str, str, bytes]], step: int) -> dict[str, object]:
+def undisturbed(
+    system: System, client: redis.Redis, records: list[tuple[str, str, bytes]], step: int
+) -> dict[str, object]:
     worker = system.worker(client, slate_size=NUM_ADS)
     with running(worker):
         for part in steps(records, step):
@@ -190,7 +194,11 @@ def test_order_and_repetition_of_records_do_not_matter(system: System, store: Em
         client = store.client()
         client.flushall()
         worker = system.worker(client, slate_size=NUM_ADS)
-        order = records if seed is None else [records[i] for i in np.random.default_rng(seed).integers(0, len(records), 4 * len(records))]
+        order = (
+            records
+            if seed is None
+            else [records[i] for i in np.random.default_rng(seed).integers(0, len(records), 4 * len(records))]
+        )
         missing = [r for r in records if r not in order]
         for start in range(0, len(order), 17):
             worker.handle(order[start : start + 17])
@@ -219,9 +227,11 @@ def test_poison_is_set_aside_with_its_reason(system: System, store: EmbeddedValk
         wait_for(lambda: caught_up(client))
     assert log.published(f"{ACTIVITY_TOPIC}.rejected") == 2
     assert log.published(f"{SERVED_TOPIC}.rejected") == 1
-    reasons = b" ".join(value for _, fields in client.xrange("log:activity.rejected") for value in fields.values()) if client.exists(
-        "log:activity.rejected"
-    ) else b" ".join(v for k in client.keys("*activity.rejected*") for _, f in client.xrange(k) for v in f.values())
+    reasons = (
+        b" ".join(value for _, fields in client.xrange("log:activity.rejected") for value in fields.values())
+        if client.exists("log:activity.rejected")
+        else b" ".join(v for k in client.keys("*activity.rejected*") for _, f in client.xrange(k) for v in f.values())
+    )
     assert b"legal values: 0, 1, 2" in reasons
     assert b"not an activity event" in reasons
     assert len(client.keys("{u:*}:log")) == len({key for _, key, _ in good})

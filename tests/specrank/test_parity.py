@@ -129,7 +129,9 @@ def test_later_events_change_no_score(system: System, store: EmbeddedValkey, log
     worker.compute(np.array([user], np.uint64))
     with system.api(store.url) as http:
         before = http.post("/v1/rank", json=body).json()["candidates"]
-        assert before[0]["level"] in ("user", "user_aggregate"), "an embedding must be read, else the test shows nothing"
+        assert before[0]["level"] in ("user", "user_aggregate"), (
+            "an embedding must be read, else the test shows nothing"
+        )
         perturbed = rows[mine & (rows["time_ms"] >= time_ms)].copy()
         assert len(perturbed) > 0
         perturbed["time_ms"][0] = time_ms  # at the very moment of the request

@@ -57,7 +57,10 @@ def rows(ads: list[int], state_ms: int, version: int, vectors: np.ndarray) -> Ro
 def test_rows_of_another_version_or_of_this_very_moment_are_not_used() -> None:
     pairs, user = rows([10, 20], 1_000, 5, np.repeat(PAIR, 2, 0)), rows([USER_ROW], 1_000, 5, USER)
     ads = np.array([20, 30], np.uint64)
-    assert resolve_rows(pairs, user, ads, 7, 1_001, 5, LAYOUT).level.tolist() == [Level.PAIR_FRESH, Level.USER_AGGREGATE]
+    assert resolve_rows(pairs, user, ads, 7, 1_001, 5, LAYOUT).level.tolist() == [
+        Level.PAIR_FRESH,
+        Level.USER_AGGREGATE,
+    ]
     for now_ms, version in ((1_000, 5), (1_001, 6), (999, 5)):
         found = resolve_rows(pairs, user, ads, 7, now_ms, version, LAYOUT)
         assert found.level.tolist() == [Level.NONE, Level.NONE]

@@ -22,7 +22,7 @@ NOWHERE = "127.0.0.1:1"
 def test_a_broker_killed_and_restarted_while_consuming_loses_nothing(
     broker: Broker, unique: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_records, published, seen = 400, [], Collector()
+    num_records, published, seen = 250, [], Collector()
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("streams.log.kafka.ADMIN_TIMEOUT_S", 1.0)
 
