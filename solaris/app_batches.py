@@ -50,6 +50,7 @@ class Batches:
 
     Attributes:
         rejected: records of each topic that were put aside.
+        in_hand: whether the worker is at work, an outage of its store included; committing is not its work.
     """
 
     def __init__(
@@ -67,11 +68,7 @@ class Batches:
         self._delivery = Delivery(log, group, self._work, stop, self.rejected)
         self._pool = ThreadPoolExecutor(1, "solaris-handler")
         self._turn = asyncio.Lock()
-
-    @property
-    def in_hand(self) -> bool:
-        """Whether the worker is handling something, an outage of its store included."""
-        return self._turn.locked()
+        self.in_hand = False
 
     async def handle(self, app: Any, events: Sequence[Any]) -> None:
         """Handles and commits the events of one micro-batch."""
@@ -111,7 +108,7 @@ class Batches:
 
     async def drain(self) -> None:
         """Runs work that waits for budget, unless the worker is busy."""
-        if not self.in_hand and not self._stop.is_set():
+        if not self._turn.locked() and not self._stop.is_set():
             async with self._turn:
                 await self._run(lambda: self._delivery.until_done(self._worker.drain))
 
@@ -125,4 +122,8 @@ class Batches:
         self._pool.shutdown(wait=False)
 
     async def _run(self, action: Callable[[], bool]) -> bool:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, action)
+        self.in_hand = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, action)
+        finally:
+            self.in_hand = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels._checks import check_device, check_floats, check_shape
 from kernels._jagged import layout_of
-from kernels.grouped_gemm import reference
+from kernels.grouped_gemm import cpu
 
 __all__ = ["fused_linears", "grouped_gemm"]
 
@@ -42,7 +42,7 @@ def grouped_gemm(x_NK: Tensor, w_GKO: Tensor, offsets: Tensor) -> Tensor:
 
         return triton.grouped_gemm(x_NK, w_GKO, groups)
     # Groups are weights, few and large: a product per group wastes nothing, a padded batch would.
-    return reference.grouped_gemm(x_NK, w_GKO, groups)
+    return cpu.grouped_gemm(x_NK, w_GKO, groups)
 
 
 def fused_linears(x_NK: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from test_log_valkey import Collector, consuming, wait_until
+from tests.streams.test_log_valkey import Collector, consuming, wait_until
 
 import streams
 from streams.embedded import EmbeddedValkey
