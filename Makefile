@@ -13,8 +13,8 @@ setup: $(VENV)/.ready ## Make .venv with everything that the demo and the tests 
 
 $(VENV)/.ready: pyproject.toml
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TORCHREC)
+	$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev,bench]'
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps $(TORCHREC)
 	@touch $@
 
 demo: setup ## Train, serve and replay the real log; report in runs/demo

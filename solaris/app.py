@@ -4,8 +4,8 @@ What is promised, and how:
 - At least once: offsets are committed after the handler has returned (`app_batches`). State is in the store, Faust has no tables.
 - The order of a user: his records are in one partition, a partition has one worker, and a worker has one batch in hand. That is also
   the bound of its concurrency; more of it is more workers, up to the number of partitions.
-- No order between topics beyond a batch, where served records come first. A slate that arrives after its event is still computed if
-  a candidate missed its embedding; if none did, all rows are there, and only as old as the user's event before.
+- No order between topics beyond a batch, where served records come first. A slate that arrives after the events that follow it is a
+  trigger itself, so the newest rows are the same in any order.
 - A broker that is away is waited for, before the start and later, with /ready at 503 and one log line a minute.
 - Supervised restart is the platform's: if the agent crashes, or the consumer has stalled for `RESTART_LIMIT_S` with nothing in
   hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with code 0. A handler that

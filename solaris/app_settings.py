@@ -11,7 +11,9 @@ from streams.log.kafka_client import DEFAULT_PARTITIONS, KafkaSecurity
 class KafkaWorkerSettings(WorkerSettings):
     """One Solaris worker process on Kafka."""
 
-    kafka_bootstrap_servers: str = Field(description="host:port of some brokers, with commas between them")
+    kafka_bootstrap_servers: str = Field(  # type: ignore[assignment] - required here
+        description="host:port of some brokers, with commas between them"
+    )
     kafka_partitions: int = Field(
         DEFAULT_PARTITIONS, ge=1, description="of the activity and served topics: what bounds the number of workers"
     )

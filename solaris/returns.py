@@ -121,7 +121,6 @@ def _sequences(trace: Trace) -> list[NDArray[np.float32]]:
         running(np.cos(hour)) / count,
         running(np.sin(hour)) / count,
         past_outcomes / np.maximum(count - 1, 1),
-        (times - times[0]) / DAY_MS,
     ]
 
 

@@ -111,6 +111,14 @@ class Trace:
         return int(self.pairs.max(initial=NONE)) + 1
 
     @cached_property
+    def user_pairs(self) -> NDArray[np.int64]:
+        """First pair of each user, and P at the end. i8[U + 1]."""
+        num_users = int(self.users.max(initial=NONE)) + 1
+        largest = np.full(num_users, NONE, dtype=np.int64)
+        np.maximum.at(largest, self.users, self.pairs.max(axis=1, initial=0))
+        return np.concatenate([[0], largest + 1])
+
+    @cached_property
     def asks(self) -> Asks:
         """All candidates of all requests, in order of (pair, time)."""
         return Asks.of(self)

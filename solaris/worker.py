@@ -96,10 +96,14 @@ class Worker:
             Retry: the store is away; nothing of the batch may be committed.
         """
         try:
-            gains = self._speculator.remember(self._served(records))
+            served = self._served(records)
+            gains = self._speculator.remember(served)
             # The impressions of a request follow it at once and change what the FM knows of the user: they are the moment to
             # compute, and a run for the served request alone would be thrown away.
-            for user, events in Counter(self._append(records)).items():
+            due = Counter(self._append(records))
+            for user in self._overtaken(served, due):
+                due[user] += 1
+            for user, events in due.items():
                 self._queue.put(Job(user, gains.get(user, 0.0) + EVENT_VALUE * events))
             self.drain()
         except (redis.RedisError, OSError, StoreContentionError) as error:
@@ -156,6 +160,18 @@ class Worker:
             new = self._events.append(np.array(users, dtype=np.uint64), np.array(rows, dtype=LOG_ROW))
             self.metrics.events(len(users), new)
         return users
+
+    def _overtaken(self, served: Sequence[ServedRequest], due: Counter[int]) -> list[int]:
+        """Users whose slate came after the events that follow it, as happens between topics: nothing else would trigger them."""
+        asked = {request.user: request.time_ms for request in served if request.user not in due}
+        users = np.fromiter(asked, dtype=np.uint64, count=len(asked))
+        newest, offsets = self._events.histories(users, np.full(len(users), FOREVER_MS, dtype=np.int64), 1)
+        times = newest["time_ms"]
+        return [
+            user
+            for user, start, end in zip(asked, offsets[:-1], offsets[1:], strict=True)
+            if end > start and times[start] >= asked[user]
+        ]
 
     def _reject(self, record: Record, reason: str) -> None:
         reject(self._log, record, reason)

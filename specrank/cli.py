@@ -109,11 +109,18 @@ def downstream_serve(
 
 @solaris_app.command("run")
 def solaris_run() -> None:
-    """Runs a worker; settings from the environment, prefix SPECRANK_WORKER_."""
+    """Runs a worker; settings from the environment, prefix SPECRANK_WORKER_. With Kafka brokers given, as a Faust app."""
     from solaris.run import run_worker
     from solaris.settings import WorkerSettings
 
-    run_worker(WorkerSettings())
+    settings = WorkerSettings()
+    if settings.kafka_bootstrap_servers is None:
+        run_worker(settings)
+        return
+    from solaris.app import run_kafka_worker
+    from solaris.app_settings import KafkaWorkerSettings
+
+    sys.exit(run_kafka_worker(KafkaWorkerSettings()))
 
 
 @contextmanager

@@ -5,9 +5,10 @@ A value is a header and column blocks, all little-endian::
     magic 4s | codec version u1 | dtype u1 | dim u2 | count u4 | zero u4 | write sequence u8
     ads u8[n] | state_ms i8[n] | versions u8[n] | scales f4[n], int8 only | vectors f2 or i1 [n, dim]
 
-Rows are sorted by ad. Of two rows for one ad the one with the greater (state_ms, version) stays, and a user keeps the
-rows with the greatest (state_ms, ad). Both are maxima, so the state depends on what was written and not on when or by
-whom. The write sequence lets a writer see that another one came between its read and its write.
+Rows are sorted by ad. Of two rows for one ad the one with the greater (state_ms, version) stays, of equals the later
+written, and a user keeps the rows with the greatest (state_ms, ad). Rows of one state and version are one computation, so
+the store depends on what was written and not on when or by whom. The write sequence lets a writer see that another one
+came between its read and its write.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import redis
 
 from streams.levels import Level
 from streams.log.throttle import Throttle
-from streams.rows import byte_keys, user_key
+from streams.rows import user_key
 
 U8 = npt.NDArray[np.uint64]
 I8 = npt.NDArray[np.int64]
@@ -102,12 +103,6 @@ class _Block:
     def take(self, index: npt.NDArray[Any]) -> _Block:
         scales = None if self.scales is None else self.scales[index]
         return _Block(self.ads[index], self.state_ms[index], self.versions[index], scales, self.codes[index])
-
-    def content(self) -> npt.NDArray[np.bytes_]:
-        """Byte string of each row's vector, to choose between two vectors of one ad, state and version."""
-        parts = [self.codes] if self.scales is None else [self.scales[:, None], self.codes]
-        raw = [np.ascontiguousarray(part).view(np.uint8).reshape(len(self.ads), -1) for part in parts]
-        return byte_keys(np.concatenate(raw, axis=1))
 
 
 class EmbeddingStore:
@@ -275,9 +270,7 @@ class EmbeddingStore:
         merged = _Block(ads, state_ms, versions, scales[0] if scales else None, codes)
         keys = [versions, state_ms, ads]
         order = np.lexsort(keys)
-        same = np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys])
-        if same.any():  # two vectors for one state: any rule will do that does not depend on who came first
-            order = np.lexsort([merged.content(), *keys])
+        # The sort is stable: of two rows for one state the later written stays, since its writer knew all that the earlier one did.
         last = np.append(ads[order[1:]] != ads[order[:-1]], True)
         best = order[last]
         if len(best) > self.max_rows:

@@ -215,6 +215,23 @@ def test_order_and_repetition_of_records_do_not_matter(system: System, store: Em
                 assert np.array_equal(value.state_ms, other[key].state_ms), key
 
 
+def test_a_slate_that_its_events_overtook_is_computed(system: System, store: EmbeddedValkey) -> None:
+    slate, event = (Record(*record, "0") for record in traffic(system, 1))
+    found = []
+    for batches in ([[slate, event]], [[slate], [event]], [[event], [slate]]):
+        client = store.client()
+        client.flushall()
+        worker = system.worker(client, slate_size=NUM_ADS)
+        for batch in batches:
+            worker.handle(batch)
+        found.append(contents(client, system))
+    assert any(key.endswith(PAIRS) for key in found[0])
+    for other in found[1:]:
+        assert_equal_contents(found[0], other)
+    worker.handle([slate])  # again: no event is newer than what was computed, and nothing changes
+    assert_equal_contents(found[0], contents(client, system))
+
+
 def test_poison_is_set_aside_with_its_reason(system: System, store: EmbeddedValkey) -> None:
     client = store.client()
     log = ValkeyLog(client)

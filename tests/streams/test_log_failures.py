@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from tests.streams.test_log_valkey import Collector, consuming, wait_until
 
 import streams
 from streams.embedded import EmbeddedValkey
@@ -27,6 +26,7 @@ from streams.log.valkey_consumer import stream_key
 from streams.rows import LOG_ROW
 from streams.store import EmbeddingStore, Rows
 from streams.user_log import UserLog
+from tests.streams.test_log_valkey import Collector, consuming, wait_until
 
 CONSUMER = """
 import sys, threading, time

@@ -18,7 +18,10 @@ from streams.user_log import UserLog
 DIM = 3
 KEY = "{u:0000000000000007}:pairs"
 Item = tuple[int, int, int, float]
-ITEM = st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 2), st.sampled_from([-1.0, 0.3, 0.7]))
+# One ad, state and version is one computation: its value follows from them.
+ITEM = st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 2)).map(
+    lambda key: (*key, ((key[0] * 31 + key[1] * 7 + key[2] * 3) % 17) / 17 - 0.5)
+)
 BATCH = st.lists(ITEM, min_size=1, max_size=4)
 
 
@@ -62,6 +65,15 @@ class Interrupted(EmbeddingStore):
         if self.interruptions:
             self.interruptions.pop(0)()
         return replies
+
+
+def test_of_two_rows_for_one_state_the_later_written_stays(client: redis.Redis) -> None:
+    store = store_of(client)
+    for value in (0.25, -0.5, 0.125):
+        rows = rows_of([(1, 10, 5, 0.0)])
+        rows.vectors[0, 0] = value
+        store.write([7], [rows])
+        assert store.read(7).vectors[0, 0] == value
 
 
 @pytest.mark.parametrize("dtype", ["f16", "int8"])

@@ -1,0 +1,181 @@
+"""Policies of speculation that need no model: the baselines to beat, and the shape that all priced policies share.
+
+A policy proposes pairs of the user whose request has just been answered (`solaris.simulate.Moment`). Unpriced policies spend whatever the
+ledger holds; priced ones buy what is worth more than the price. Shapes: R requests, N candidates, n proposed pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solaris.simulate import Moment
+from solaris.trace import DAY_MS, HOUR_MS, NONE, Trace
+
+Proposal = tuple[NDArray[np.int32], NDArray[np.float32]]
+NOTHING: Proposal = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32))
+
+
+class Nothing:
+    """Computes nothing."""
+
+    name, priced = "nothing", False
+
+    def propose(self, moment: Moment) -> Proposal:
+        """No pair."""
+        return NOTHING
+
+
+class ReactiveFill:
+    """Computes what was just asked for and missing, best ranked first: the cache that fills itself."""
+
+    name, priced = "reactive", False
+
+    def __init__(self, trace: Trace) -> None:
+        self._value = by_rank(trace.num_candidates)
+
+    def propose(self, moment: Moment) -> Proposal:
+        """The misses."""
+        missing = moment.left_ms < 0
+        return moment.pairs[missing], self._value[missing]
+
+
+class TtlRefresh:
+    """Renews a user's rows once they have lived half their TTL, before it fills misses.
+
+    Args:
+        trace: the requests.
+        ttl_ms: of the rows.
+    """
+
+    name, priced = "ttl_refresh", False
+
+    def __init__(self, trace: Trace, ttl_ms: int) -> None:
+        self._value, self._half_ms = by_rank(trace.num_candidates), ttl_ms // 2
+
+    def propose(self, moment: Moment) -> Proposal:
+        """Rows past half their life first, then the misses."""
+        due = moment.left_ms < self._half_ms
+        value = self._value + 2.0 * (moment.left_ms >= 0)
+        return moment.pairs[due], value[due]
+
+
+class PopularAds:
+    """Computes the ads asked for most often by all users on the surface, for any user who turns up.
+
+    Args:
+        trace: the requests.
+        ttl_ms: a pair is not computed again before this.
+        num: most popular ads that are considered.
+    """
+
+    name, priced = "user_x_popular", False
+
+    def __init__(self, trace: Trace, ttl_ms: int, num: int = NONE) -> None:
+        self._trace, self._ttl_ms = trace, ttl_ms
+        self._num = num if num > 0 else trace.num_candidates
+        self._value = by_rank(self._num)
+        self._counts = np.zeros((int(trace.surfaces.max(initial=0)) + 1, trace.num_ads), dtype=np.float64)
+        self._top: dict[int, NDArray[np.int16]] = {}
+        self._hour = NONE
+        self._seen = 0
+        self._computed: dict[int, dict[int, int]] = {}
+
+    def propose(self, moment: Moment) -> Proposal:
+        """The most popular ads of the surface of which the user had no row computed within the TTL."""
+        trace, request = self._trace, moment.request
+        self._count(request)
+        surface = int(trace.surfaces[request])
+        if surface not in self._top:
+            self._top[surface] = np.argsort(-self._counts[surface], kind="stable")[: self._num].astype(np.int16)
+        ads = self._top[surface]
+        user, now = int(trace.users[request]), int(trace.times_ms[request])
+        mine = self._computed.setdefault(user, {})
+        due = np.array([now - mine.get(ad, -(2**62)) >= self._ttl_ms for ad in ads.tolist()])
+        return trace.pairs_of(user, ads[due]), self._value[due]
+
+    def bought(self, moment: Moment, pairs: NDArray[np.int32]) -> None:
+        """Remembers what was really computed."""
+
+    def _count(self, request: int) -> None:
+        """Popularity is a snapshot of the asks before the hour of the request."""
+        trace = self._trace
+        hour = int(trace.times_ms[request]) // HOUR_MS
+        if hour == self._hour:
+            return
+        end = int(np.searchsorted(trace.times_ms, hour * HOUR_MS))
+        for surface in np.unique(trace.surfaces[self._seen : end]).tolist():
+            rows = self._seen + np.flatnonzero(trace.surfaces[self._seen : end] == surface)
+            self._counts[surface] += np.bincount(trace.candidates[rows].ravel(), minlength=trace.num_ads)
+        self._counts *= 0.5 ** ((hour - self._hour) / 12) if self._hour != NONE else 1.0
+        self._seen, self._hour, self._top = end, hour, {}
+
+
+class Table:
+    """Any policy whose value of a candidate, when it has no row, is a number known after the request was answered.
+
+    A pair that still has a readable row is proposed only for what a new one would add: the share of its uses that lie beyond the old
+    row's end.
+
+    Args:
+        name: for tables.
+        values: f4[R, N]; expected uses of a new row within the TTL.
+        tail: f4[R, T]; share of these uses that fall after the first t / (T - 1) of the TTL; None = a row is not renewed while it lives.
+        ttl_ms: of the rows.
+        caution: a renewal must be worth this times the price: whoever waits may still renew later.
+        priced: see `solaris.simulate.Policy`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        values: NDArray[np.float32],
+        tail: NDArray[np.float32] | None,
+        ttl_ms: int,
+        *,
+        caution: float = 1.0,
+        priced: bool = True,
+    ) -> None:
+        self.name, self.priced = name, priced
+        self._values, self._tail, self._ttl_ms, self._caution = values, tail, ttl_ms, caution
+        self._grid = np.linspace(0, ttl_ms, tail.shape[1]) if tail is not None else np.zeros(0)
+
+    def propose(self, moment: Moment) -> Proposal:
+        """All candidates that a new row would serve better."""
+        value = self._values[moment.request]
+        live = moment.left_ms >= 0
+        if not live.any():
+            return moment.pairs, value
+        if self._tail is None:
+            return moment.pairs[~live], value[~live]
+        share = np.interp(moment.left_ms[live], self._grid, self._tail[moment.request]) / self._caution
+        value = value.copy()
+        value[live] *= share
+        return moment.pairs, value
+
+
+def by_rank(num: int) -> NDArray[np.float32]:
+    """Values that only order: the best ranked first. f4[num], in (0, 1]."""
+    return (1 - np.arange(num) / num).astype(np.float32)
+
+
+def frequency_values(trace: Trace, half_life_ms: int = DAY_MS) -> NDArray[np.float32]:
+    """How often a user asked for a pair lately: asks so far, this one included, each halved per half-life. f4[R, N]."""
+    asks, num = trace.asks, trace.num_candidates
+    result = np.empty(trace.candidates.size, dtype=np.float32)
+    request = asks.flat // num
+    rate = np.log(2) / half_life_ms
+    times = trace.times_ms
+    current = np.zeros(trace.num_pairs, dtype=np.float32)
+    then = np.zeros(trace.num_pairs, dtype=np.int64)
+    order = np.argsort(asks.place, kind="stable")
+    cuts = np.concatenate([[0], np.cumsum(np.bincount(asks.place))])
+    pair = np.repeat(np.arange(trace.num_pairs, dtype=np.int32), np.diff(asks.pair_start))
+    # the k-th asks of all pairs at once
+    for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        at = order[low:high]
+        p, now = pair[at], times[request[at]]
+        current[p] = current[p] * np.exp(-rate * (now - then[p])) + 1
+        then[p] = now
+        result[asks.flat[at]] = current[p]
+    return result.reshape(trace.candidates.shape)
