@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import onnx
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -65,18 +66,28 @@ def export_graph(ranker: Ranker, encoder: Encoder, layout: FmLayout, path: Path)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
+        program = torch.onnx.export(
             _Positional(ranker.eval(), names),
             tuple(examples[name] for name in names),
-            path,
             input_names=list(names),
             output_names=[OUTPUT],
             dynamic_shapes=(dynamic,),
             dynamo=True,
-            external_data=False,
             verbose=False,
             optimize=True,
         )
+    assert program is not None
+    graph = program.model_proto
+    _forget_sources(graph.graph)
+    onnx.save(graph, path)
+
+
+def _forget_sources(graph: onnx.GraphProto) -> None:
+    """Drops the exporter's notes, among them the paths of source files: the same ranker is the same file on every machine."""
+    del graph.metadata_props[:]
+    for entry in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del entry.metadata_props[:]
+        entry.doc_string = ""
 
 
 def save_ranker(

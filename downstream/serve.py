@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 
-import redis
 import uvicorn
 
 from downstream.api import create_app
 from downstream.settings import ApiSettings
-from streams.log.valkey import ValkeyLog
+from streams.log.address import open_log
 
 
 class PortBusyError(RuntimeError):
@@ -45,7 +44,7 @@ def serve(settings: ApiSettings) -> None:
         streams.artifact.ArtifactError: a ranker is missing or damaged.
     """
     sock = bind(settings.host, settings.port)
-    log = ValkeyLog(redis.Redis.from_url(settings.redis_url))
+    log = open_log(settings.log_url or settings.redis_url)
     app = create_app(settings, log)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[sock])

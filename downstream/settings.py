@@ -14,7 +14,10 @@ class ApiSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SPECRANK_API_")
 
     rankers: Path = Field(description="folder with one ranker artifact per variant")
-    redis_url: str = Field(description="store and embedded log, such as redis://127.0.0.1:6379/0")
+    redis_url: str = Field(description="the store, such as redis://127.0.0.1:6379/0")
+    log_url: str | None = Field(
+        None, description="where served requests go: kafka://host:port or redis://…; the store's server where absent"
+    )
     default_variant: str = "ranker"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65_535)

@@ -55,14 +55,15 @@ class Autoencoder(nn.Module):
     spread: Tensor
 
     def __init__(self, config: AutoencoderConfig) -> None:
+        """Draws its weights from a generator of its own: it may be fitted beside a training run without disturbing it."""
         super().__init__()
         self.config = config
+        generator = torch.Generator().manual_seed(config.seed)
         self.register_buffer("mean", torch.zeros(config.input_dim))
         self.register_buffer("spread", torch.ones(config.input_dim))
-        self.encoder = nn.Linear(config.input_dim, config.z_dim)
-        self.decoders = nn.ModuleList(
-            nn.Linear(prefix, config.input_dim) for prefix in (*config.prefixes, config.z_dim)
-        )
+        self.encoder = _linear(config.input_dim, config.z_dim, generator)
+        widths = (*config.prefixes, config.z_dim)
+        self.decoders = nn.ModuleList(_linear(width, config.input_dim, generator) for width in widths)
 
     def encode(self, embedding: Tensor) -> Tensor:
         """[n, input_dim] -> z [n, z_dim], each entry in (-1, 1)."""
@@ -87,6 +88,15 @@ class Autoencoder(nn.Module):
         return [float((target - found).square().mean() / total) for found in self.decode(self.encode(embedding))]
 
 
+def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    assert isinstance(linear, nn.Linear)
+    bound = inputs**-0.5
+    for parameter in (linear.weight, linear.bias):
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    return linear
+
+
 def fit_autoencoder(embeddings: NDArray[np.float32], config: AutoencoderConfig) -> Autoencoder:
     """Fits on FM embeddings, f4[n, input_dim].
 
@@ -96,9 +106,7 @@ def fit_autoencoder(embeddings: NDArray[np.float32], config: AutoencoderConfig) 
     if embeddings.ndim != 2 or embeddings.shape[1] != config.input_dim or not len(embeddings):
         raise ValueError(f"embeddings must be [n > 0, {config.input_dim}], found {list(embeddings.shape)}")
     generator = torch.Generator().manual_seed(config.seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        model = Autoencoder(config)
+    model = Autoencoder(config)
     data = torch.from_numpy(np.ascontiguousarray(embeddings))
     model.mean.copy_(data.mean(0))
     model.spread.copy_(data.std(0, correction=0).clamp_min(1e-3))

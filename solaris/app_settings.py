@@ -11,7 +11,7 @@ from streams.log.kafka_client import DEFAULT_PARTITIONS, KafkaSecurity
 class KafkaWorkerSettings(WorkerSettings):
     """One Solaris worker process on Kafka."""
 
-    kafka_bootstrap_servers: str = Field(  # type: ignore[assignment] - required here
+    kafka_bootstrap_servers: str = Field(  # type: ignore[assignment]
         description="host:port of some brokers, with commas between them"
     )
     kafka_partitions: int = Field(

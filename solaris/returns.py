@@ -1,7 +1,7 @@
 """Will the user come back, and how often: expected requests of a user within horizons after a request of his, from the past only.
 
 Small Poisson boosting models, one per horizon, on counts in windows, gaps, the clock and what was known before the trace. They are fitted
-anew every day on the requests whose horizon has passed by then: learned online from the served log, never from what is still to come.
+only on requests whose horizon has passed by the moment of the fit, so nothing is learned from what is still to come.
 
 Shapes: R requests, H horizons, F features.
 """
@@ -19,7 +19,7 @@ WINDOWS_HOURS = (1 / 6, 0.5, 1, 2, 3, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 400
 ECHOES = ((1, 1), (1, 3), (1, 6), (1, 12), (2, 3), (2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (7, 3), (7, 12), (7, 24))
 NUM_GAPS = 6
 SESSION_MS = HOUR_MS // 2
-SHARES = (1 / 24, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # horizons as shares of the TTL
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # horizons as shares of the TTL
 MAX_LABEL = 60.0  # one robot must not be the model
 
 
@@ -124,32 +124,16 @@ def _sequences(trace: Trace) -> list[NDArray[np.float32]]:
     ]
 
 
-def fit_days(trace: Trace, start_ms: int) -> list[tuple[int, int, int]]:
-    """(fit before ms, first request, last request + 1) of each day from `start_ms` on.
-
-    The models of a day are fitted on what lies before it; requests before `start_ms` belong to no day.
-    """
-    days = []
-    day = start_ms
-    last = int(trace.times_ms[-1]) if len(trace) else start_ms - 1
-    while day <= last:
-        low, high = np.searchsorted(trace.times_ms, [day, day + DAY_MS])
-        days.append((day, int(low), int(high)))
-        day += DAY_MS
-    return days
-
-
 def expected_returns(
-    trace: Trace, ttl_ms: int, start_ms: int, *, table: NDArray[np.float32] | None = None, max_fit: int = 120_000
+    trace: Trace, ttl_ms: int, fits_ms: list[int], *, table: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """Expected requests of the user within each horizon after each request, by models that know only earlier days.
+    """Expected requests of the user within each horizon after each request, by models that know only what came before their fit.
 
     Args:
         trace: the requests.
         ttl_ms: the last horizon.
-        start_ms: predictions are made from here on; zeros before.
+        fits_ms: moments of the fits, rising; each serves until the next; zeros before the first.
         table: `features(trace)`, where it was computed already.
-        max_fit: newest requests of a fit.
 
     Returns:
         f4[R, H], non-decreasing in H.
@@ -157,24 +141,31 @@ def expected_returns(
     table = features(trace) if table is None else table
     labels = true_returns(trace, ttl_ms)
     result = np.zeros(labels.shape, dtype=np.float32)
-    for fit_ms, low, high in fit_days(trace, start_ms):
+    ends = [*fits_ms[1:], int(trace.times_ms[-1]) + 1]
+    for fit_ms, end_ms in zip(fits_ms, ends, strict=True):
+        serve = slice(*np.searchsorted(trace.times_ms, [fit_ms, end_ms]))
         for h, horizon in enumerate(horizons(ttl_ms).tolist()):
             # only requests whose horizon has passed have a label yet
             known = int(np.searchsorted(trace.times_ms, fit_ms - horizon))
-            part = slice(max(0, known - max_fit), known)
-            if high > low:
-                result[low:high, h] = _fit(table[part], labels[part, h], table[low:high], h)
+            if serve.stop > serve.start:
+                result[serve, h] = _fit(table[:known], labels[:known, h], table[serve], h)
     return np.maximum.accumulate(result, axis=1)
 
 
-def _fit(
-    x: NDArray[np.float32], y: NDArray[np.float32], new: NDArray[np.float32], seed: int
-) -> NDArray[np.float32]:
+def _fit(x: NDArray[np.float32], y: NDArray[np.float32], new: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
     if len(x) < 50 or not y.any():
         return np.full(len(new), y.mean() if len(y) else 0.0, dtype=np.float32)
+    # small trees: returns are noisy, larger ones were worse on later days
     model = HistGradientBoostingRegressor(
-        loss="poisson", learning_rate=0.06, max_iter=150, max_leaf_nodes=24, min_samples_leaf=80, l2_regularization=5.0,
-        max_features=0.5, early_stopping=False, random_state=seed,
-    )  # fmt: skip
+        loss="poisson",
+        learning_rate=0.06,
+        max_iter=100,
+        max_leaf_nodes=8,
+        min_samples_leaf=80,
+        l2_regularization=5.0,
+        max_features=0.3,
+        early_stopping=False,
+        random_state=seed,
+    )
     model.fit(x, np.minimum(y, MAX_LABEL))
     return model.predict(new).astype(np.float32)

@@ -20,8 +20,12 @@ gem_app = typer.Typer(no_args_is_help=True, help="The foundation model.")
 loopfm_app = typer.Typer(no_args_is_help=True, help="What the foundation model knows, for small models.")
 solaris_app = typer.Typer(no_args_is_help=True, help="Speculation and workers.")
 downstream_app = typer.Typer(no_args_is_help=True, help="Rankers and the ranking API.")
-for name, sub in (("gem", gem_app), ("loopfm", loopfm_app), ("solaris", solaris_app), ("downstream", downstream_app)):
-    app.add_typer(sub, name=name)
+streams_app = typer.Typer(no_args_is_help=True, help="Events in, topics and users out.")
+app.add_typer(gem_app, name="gem")
+app.add_typer(loopfm_app, name="loopfm")
+app.add_typer(solaris_app, name="solaris")
+app.add_typer(downstream_app, name="downstream")
+app.add_typer(streams_app, name="streams")
 
 DataOption = Annotated[Path, typer.Option(help="folder with schema.toml and the Parquet files")]
 DEFAULT_DATA = Path("data/kuairand")
@@ -33,12 +37,16 @@ def demo(
     run: Annotated[Path, typer.Option(help="folder for models and report; emptied first")] = Path("runs/demo"),
     users: Annotated[float, typer.Option(help="share of users whose test days are replayed", min=0.001, max=1.0)] = 0.2,
     serve: Annotated[bool, typer.Option("--serve", help="leave the system running for a person to try")] = False,
+    kafka: Annotated[
+        str | None,
+        typer.Option(envvar="KAFKA_BOOTSTRAP_SERVERS", help="brokers host:port; the embedded log where absent"),
+    ] = None,
 ) -> None:
     """Trains, serves and replays the log of `data`, then prints and saves a report."""
     from specrank.demo.config import DemoConfig
     from specrank.demo.run import run_demo
 
-    run_demo(DemoConfig(data=data, run=run, user_share=users), serve=serve)
+    run_demo(DemoConfig(data=data, run=run, user_share=users, kafka=kafka), serve=serve)
 
 
 @gem_app.command("train")
@@ -123,6 +131,54 @@ def solaris_run() -> None:
     sys.exit(run_kafka_worker(KafkaWorkerSettings()))
 
 
+LogOption = Annotated[
+    str, typer.Option("--log", envvar="SPECRANK_LOG_URL", help="kafka://host:port or redis://host:port/0")
+]
+
+
+@streams_app.command("produce")
+def streams_produce(
+    log: LogOption,
+    source: Annotated[
+        str, typer.Argument(help="file of JSON lines, one activity event each; - reads standard input")
+    ] = "-",
+    data: DataOption = DEFAULT_DATA,
+) -> None:
+    """Publishes activity events from JSON lines; illegal lines are refused with their reason, and the rest goes on."""
+    from specrank.jobs import produce_lines
+
+    produce_lines(log, source, data)
+
+
+@streams_app.command("replay")
+def streams_replay(
+    log: LogOption,
+    data: DataOption = DEFAULT_DATA,
+    speed: Annotated[
+        float | None, typer.Option(help="event seconds per second; as fast as possible where absent")
+    ] = None,
+    start: Annotated[str | None, typer.Option(help="first moment, ISO 8601 with its UTC offset")] = None,
+    end: Annotated[str | None, typer.Option(help="moment after the last, ISO 8601 with its UTC offset")] = None,
+) -> None:
+    """Publishes the events of a Parquet log in order of time."""
+    from specrank.jobs import replay_log
+
+    replay_log(log, data, speed, start, end)
+
+
+@streams_app.command("inspect")
+def streams_inspect(
+    log: LogOption,
+    store: Annotated[str | None, typer.Option(help="redis://host:port/0 of the store, for --user")] = None,
+    user: Annotated[str | None, typer.Option(help="one user's newest events and rows")] = None,
+    data: DataOption = DEFAULT_DATA,
+) -> None:
+    """Prints topics with lag and rejected records, and what is stored of one user, as JSON."""
+    from specrank.jobs import inspect_streams
+
+    inspect_streams(log, store, user, data)
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Turns the errors a user can cause into one line; anything else is a defect and keeps its traceback."""
@@ -130,6 +186,8 @@ def _one_line_errors() -> Iterator[None]:
 
     from streams.artifact import ArtifactError
     from streams.embedded import EmbeddedServerError
+    from streams.events import EventError
+    from streams.log import LogUnavailable
     from streams.schema import SchemaError
 
     try:
@@ -137,7 +195,7 @@ def _one_line_errors() -> Iterator[None]:
     except ValidationError as error:
         fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         sys.exit(f"specrank: settings: {fields} (set them in the environment, see `--help`)")
-    except (ArtifactError, EmbeddedServerError, SchemaError) as error:
+    except (ArtifactError, EmbeddedServerError, SchemaError, EventError, LogUnavailable, FileNotFoundError) as error:
         sys.exit(f"specrank: {error}")
     except RuntimeError as error:
         # PortBusyError, ServiceError and ReplayError live in packages that are too slow to import for this

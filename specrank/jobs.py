@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import redis
 import torch
 
 from downstream.export import save_ranker
@@ -21,9 +23,14 @@ from gem.train import EVAL_BATCH, TrainConfig, Trainer, base_rates, days_of, eva
 from loopfm.augment import Augmented, augment
 from loopfm.autoencoder import AutoencoderConfig, fit_autoencoder, load_autoencoder, save_autoencoder
 from loopfm.represent import Representer
+from solaris.worker import GROUP
 from streams.artifact import ArtifactError
-from streams.dataset import load_dataset
+from streams.dataset import load_dataset, load_schema
+from streams.events import ACTIVITY_TOPIC, to_epoch_ms
 from streams.features import FmLayout
+from streams.log.address import open_log
+from streams.schema import SchemaError
+from streams.tools import events_of, inspect_topics, inspect_user, lines_of, produce, replay
 
 
 def train_gem(data: Path, out: Path, resume: Path | None) -> None:
@@ -90,6 +97,33 @@ def train_downstream(data: Path, table: Path, out: Path, *, use_fm: bool) -> Non
     log = RequestLog.of(load_dataset(data))
     examples, layout, fm_version = read_table(table, log)
     _train_and_save(examples, layout, fm_version, RankerConfig(use_fm=use_fm), out)
+
+
+def produce_lines(address: str, source: str, data: Path) -> None:
+    """Publishes JSON lines; ends with code 1 if any was refused."""
+    schema = load_schema(data)
+    with lines_of(source) as lines:
+        result = produce(open_log(address, (ACTIVITY_TOPIC,)), lines, schema)
+    _print({"published": result.published, "refused": result.refused, "first_reasons": result.reasons})
+    if result.refused:
+        sys.exit(1)
+
+
+def replay_log(address: str, data: Path, speed: float | None, start: str | None, end: str | None) -> None:
+    """Publishes the events of a log."""
+    dataset = load_dataset(data)
+    first, last = (None if text is None else to_epoch_ms(datetime.fromisoformat(text)) for text in (start, end))
+    _print({"published": replay(open_log(address, (ACTIVITY_TOPIC,)), events_of(dataset, first, last), speed)})
+
+
+def inspect_streams(address: str, store: str | None, user: str | None, data: Path) -> None:
+    """Prints topics and, where asked for, a user."""
+    found: dict[str, object] = {"topics": inspect_topics(open_log(address), GROUP)}
+    if user is not None:
+        if store is None:
+            raise SchemaError("--user needs --store, the address of the store")
+        found["user"] = inspect_user(redis.Redis.from_url(store), user, load_schema(data))
+    _print(found)
 
 
 def _train_and_save(examples: RankerTable, layout: FmLayout, fm_version: int, config: RankerConfig, out: Path) -> None:

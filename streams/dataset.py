@@ -74,6 +74,18 @@ class Dataset:
         return rank[result]
 
 
+def load_schema(folder: Path) -> FeatureSchema:
+    """The `schema.toml` of a data folder, or of its parent (a subset such as `mini/`).
+
+    Raises:
+        SchemaError: the folder or the schema is missing, or the schema is malformed.
+    """
+    if not folder.is_dir():
+        raise SchemaError(f"data folder {folder} does not exist")
+    path = folder / "schema.toml"
+    return FeatureSchema.load(path if path.exists() else folder.parent / "schema.toml")
+
+
 def load_dataset(folder: str | Path, *, tables: str | Path | None = None) -> Dataset:
     """Loads `schema.toml`, `events.parquet`, `users.parquet`, `items.parquet` and, where present, `history.parquet`.
 
@@ -85,10 +97,7 @@ def load_dataset(folder: str | Path, *, tables: str | Path | None = None) -> Dat
         SchemaError: a file is missing or does not fit the schema; names file, column and, for values, the row.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise SchemaError(f"data folder {folder} does not exist")
-    schema_path = folder / "schema.toml"
-    schema = FeatureSchema.load(schema_path if schema_path.exists() else folder.parent / "schema.toml")
+    schema = load_schema(folder)
     tables = Path(tables) if tables else folder
     encoder = Encoder(
         schema,

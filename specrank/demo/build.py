@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,7 +57,9 @@ class Backfill:
         """Runs an FM that has not seen the day over it; the autoencoder is fitted once, on the day before."""
         if self.representer is None:
             autoencoder, self.unexplained = _fit(engine, self.log, previous)
-            self.representer = Representer(engine, autoencoder, "unsaved")
+        else:
+            autoencoder = self.representer.autoencoder
+        self.representer = Representer(engine, autoencoder, "unsaved")
         part = part_of(self.states, self.log, self.candidates.requests, day)
         self.augmented.append(augment(self.representer, self.log, day))
         self.features.append(served_features(self.log, day, self.candidates.slates, part, self.representer))
@@ -88,8 +91,10 @@ def build(
     first = test_ms - config.solaris_days * DAY_MS
     learned = log.between(first, test_ms)
     with ThreadPoolExecutor(1) as pool:
-        # numpy releases the interpreter while it multiplies and sorts: the candidates are found beside the first days' training
+        # A second thread finds the candidates, and then backfills each day with a copy of the FM as it was before that day, while
+        # training goes on: torch and numpy release the interpreter while they compute.
         prepared: Future[Backfill] = pool.submit(_prepare, config, log, retrieval, learned)
+        filled: list[Future[None]] = []
         torch.manual_seed(config.training.seed)
         model = config.gem.build(Vocabulary.of(log.encoder))
         say(f"gem: {sum(p.numel() for p in model.parameters()):,} parameters, {len(days)} days of training")
@@ -97,11 +102,15 @@ def build(
         def before_day(index: int, day: NDArray[np.int64]) -> None:
             if log.times_ms[day[0]] >= first:
                 # The FM of this moment has no version yet: it serves nobody.
-                prepared.result().day(GemEngine(model, log.encoder, "0"), day, days[index - 1])
+                engine = GemEngine(copy.deepcopy(model), log.encoder, "0")
+                filled.append(pool.submit(lambda: prepared.result().day(engine, day, days[index - 1])))
 
         Trainer(model, log, config.training).fit(days, before_day=before_day)
+        lap("gem")
+        for done in filled:
+            done.result()
     backfill = prepared.result()
-    lap("gem")
+    lap("backfill")
     gem_version = save_model(config.models / "gem", model, log.encoder)
     assert backfill.representer is not None
     autoencoder = backfill.representer.autoencoder

@@ -23,6 +23,7 @@ class DemoConfig:
         candidates: N of a request; also the slate size.
         user_share: share of users whose test days are replayed.
         concurrency: HTTP requests at a time.
+        kafka: brokers, host:port; the embedded log where absent.
     """
 
     data: Path = Path("data/kuairand")
@@ -31,6 +32,7 @@ class DemoConfig:
     candidates: int = 100
     user_share: float = 0.2
     concurrency: int = 2
+    kafka: str | None = None
     gem: GemConfig = field(default_factory=GemConfig)
     training: TrainConfig = field(default_factory=TrainConfig)
     ranker: RankerConfig = field(default_factory=RankerConfig)

@@ -25,10 +25,11 @@ from solaris.backfill import timeline
 from solaris.worker import GROUP, TOPICS
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
 from streams.dataset import Dataset
-from streams.events import ACTIVITY_TOPIC, ActivityEvent, encode_event
+from streams.events import ACTIVITY_TOPIC, encode_event
 from streams.levels import Level
 from streams.log import ActivityLog
 from streams.requests import SERVED_TOPIC
+from streams.tools import event_of
 from streams.user_log import UserLog
 
 CATCH_UP_S = 60.0
@@ -235,18 +236,3 @@ class Replay:
             for key, index in zip(keys, events, strict=True)
         ]
         self.broker.publish_many(ACTIVITY_TOPIC, records)
-
-
-def event_of(dataset: Dataset, index: int) -> ActivityEvent:
-    """The activity event of one impression of a dataset, as a producer would publish it."""
-    row = dataset.rows[index]
-    mask = int(row["actions"])
-    return ActivityEvent(
-        event_id=index,
-        user_id=int(dataset.raw_users[index]),
-        ad_id=dataset.raw_ads[int(row["ad"])],
-        surface=dataset.schema.surfaces[int(row["surface"])],
-        time_ms=int(row["time_ms"]),
-        event_types=[name for bit, name in enumerate(dataset.schema.event_types) if mask >> bit & 1],
-        value=float(row["value"]),
-    )

@@ -22,14 +22,14 @@ from downstream.weights import load_weights
 from gem.examples import RequestLog
 from gem.train import DAY_MS
 from solaris.backfill import part_of, served_features, served_states
-from solaris.worker import WorkerConfig
+from solaris.worker import TOPICS, WorkerConfig
 from specrank.demo.build import Built, Candidates, build, fill_candidates
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
 from specrank.demo.replay import HttpPost, Replay, Replayed
 from specrank.demo.report import coverage, percentiles, plot, served_metrics, show, write
-from specrank.demo.services import api, embedded_store, start_worker
+from specrank.demo.services import api, embedded_store, log_address, start_worker
 from streams.dataset import Dataset, load_dataset
-from streams.log.valkey import ValkeyLog
+from streams.log.address import open_log
 from streams.retrieval import CausalRetrieval
 from streams.user_log import UserLog
 
@@ -79,28 +79,28 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     chosen = test[_sampled(log.users[test], config.user_share)]
     filled = fill_candidates(retrieval, log, chosen, config.candidates)
     stages.lap("candidates")
-    with embedded_store(config) as store, start_worker(config, store.url) as worker, api(config, store.url) as url:
-        replay = Replay(
-            config, dataset, log, chosen, filled.slates, ValkeyLog(store.client()), HttpPost(url), worker.check
-        )
-        events = replay.load_history(UserLog(store.client()), test_ms)
-        console.print(
-            f"replay: {len(chosen):,} requests of {len(np.unique(log.users[chosen])):,} users, {events:,} earlier events"
-        )
-        stages.lap("services")
-        replayed = replay.run()
-        fm_calls = _metric(url, "specrank_fm_calls")
-        stages.lap("replay")
-        report = _report(config, log, built, filled, replayed, fm_calls)
-        plot(config.run / "report.png", log, replayed)
-        stages.lap("report")
-        report["seconds"] = stages.seconds | {"total": round(sum(stages.seconds.values()), 1)}
-        write(config.run / "report.json", report)
-        show(report, console)
-        console.print(f"saved {config.run}/report.json and {config.run}/report.png")
-        if serve:
-            with api(config, store.url, SERVE_PORT) as address:
-                _wait_for_person(console, address, dataset, filled, log)
+    with embedded_store(config) as store:
+        broker = open_log(log_address(config, store.url), TOPICS)
+        with start_worker(config, store.url) as worker, api(config, store.url) as url:
+            replay = Replay(config, dataset, log, chosen, filled.slates, broker, HttpPost(url), worker.check)
+            events = replay.load_history(UserLog(store.client()), test_ms)
+            console.print(
+                f"replay: {len(chosen):,} requests of {len(np.unique(log.users[chosen])):,} users, {events:,} earlier events"
+            )
+            stages.lap("services")
+            replayed = replay.run()
+            fm_calls = _metric(url, "specrank_fm_calls")
+            stages.lap("replay")
+            report = _report(config, log, built, filled, replayed, fm_calls)
+            plot(config.run / "report.png", log, replayed)
+            stages.lap("report")
+            report["seconds"] = stages.seconds | {"total": round(sum(stages.seconds.values()), 1)}
+            write(config.run / "report.json", report)
+            show(report, console)
+            console.print(f"saved {config.run}/report.json and {config.run}/report.png")
+            if serve:
+                with api(config, store.url, SERVE_PORT) as address:
+                    _wait_for_person(console, address, dataset, filled, log)
     return report
 
 
@@ -127,6 +127,7 @@ def _report(
             "requests": len(replayed.requests),
             "users": len(np.unique(log.users[replayed.requests])),
             "candidates": config.candidates,
+            "log": "embedded Valkey Streams" if config.kafka is None else "Kafka and Faust",
             "candidates_from": "causal retrieval (popularity and affinity), shown ads put in",
             "requests_per_s": round(len(replayed.requests) / replayed.seconds, 1),
             "metrics_use": "shown ads only",

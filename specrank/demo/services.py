@@ -85,7 +85,14 @@ def start_worker(config: DemoConfig, redis_url: str) -> Service:
         "SPECRANK_WORKER_REDIS_URL": redis_url,
         "SPECRANK_WORKER_SLATE_SIZE": str(config.candidates),
     }
+    if config.kafka is not None:
+        environment["SPECRANK_WORKER_KAFKA_BOOTSTRAP_SERVERS"] = config.kafka
     return Service.start("worker", ["solaris", "run"], environment, config.run / "worker.log")
+
+
+def log_address(config: DemoConfig, redis_url: str) -> str:
+    """Where activity and served requests go."""
+    return redis_url if config.kafka is None else f"kafka://{config.kafka}"
 
 
 @contextmanager
@@ -99,6 +106,7 @@ def api(config: DemoConfig, redis_url: str, port: int = 0) -> Iterator[str]:
         "SPECRANK_API_REDIS_URL": redis_url,
         "SPECRANK_API_DEFAULT_VARIANT": RANKER,
         "SPECRANK_API_PORT": str(port),
+        "SPECRANK_API_LOG_URL": log_address(config, redis_url),
     }
     url = f"http://127.0.0.1:{port}"
     with Service.start("api", ["downstream", "serve"], environment, config.run / "api.log") as service:

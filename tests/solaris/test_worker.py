@@ -12,7 +12,6 @@ import pytest
 import redis
 
 from solaris.worker import GROUP, TOPICS
-from specrank.demo.replay import event_of
 from streams.embedded import EmbeddedValkey
 from streams.events import ACTIVITY_TOPIC, encode_event
 from streams.features import PAIRS, SLATE, USER
@@ -20,6 +19,7 @@ from streams.log import Record, Retry
 from streams.log.valkey import ValkeyLog
 from streams.requests import SERVED_TOPIC, ServedRequest, encode_served
 from streams.store import EmbeddingStore
+from streams.tools import event_of
 from streams.user_log import UserLog
 from tests.system import System, running
 

@@ -13,12 +13,13 @@ from downstream.train import nothing, take
 from gem.examples import RequestLog
 from solaris.backfill import part_of, served_features, served_states
 from specrank.demo.config import DemoConfig
-from specrank.demo.replay import Replay, event_of
+from specrank.demo.replay import Replay
 from streams.dataset import Dataset
 from streams.embedded import EmbeddedValkey
 from streams.features import FmFeatures
 from streams.log.valkey import ValkeyLog
 from streams.retrieval import CausalRetrieval
+from streams.tools import event_of
 from streams.user_log import UserLog
 from tests.system import System, running
 
