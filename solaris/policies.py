@@ -65,49 +65,42 @@ class PopularAds:
 
     Args:
         trace: the requests.
-        ttl_ms: a pair is not computed again before this.
-        num: most popular ads that are considered.
+        num: most popular ads that are considered; 0 = as many as a request has candidates.
     """
 
     name, priced = "user_x_popular", False
 
-    def __init__(self, trace: Trace, ttl_ms: int, num: int = NONE) -> None:
-        self._trace, self._ttl_ms = trace, ttl_ms
-        self._num = num if num > 0 else trace.num_candidates
-        self._value = by_rank(self._num)
+    def __init__(self, trace: Trace, num: int = 0) -> None:
+        self._trace, self._num = trace, num or trace.num_candidates
         self._counts = np.zeros((int(trace.surfaces.max(initial=0)) + 1, trace.num_ads), dtype=np.float64)
         self._top: dict[int, NDArray[np.int16]] = {}
-        self._hour = NONE
-        self._seen = 0
-        self._computed: dict[int, dict[int, int]] = {}
+        self._hour, self._seen = NONE, 0
 
     def propose(self, moment: Moment) -> Proposal:
-        """The most popular ads of the surface of which the user had no row computed within the TTL."""
+        """The most popular ads of the surface, those that the user has a row of among his candidates excepted."""
         trace, request = self._trace, moment.request
         self._count(request)
         surface = int(trace.surfaces[request])
         if surface not in self._top:
-            self._top[surface] = np.argsort(-self._counts[surface], kind="stable")[: self._num].astype(np.int16)
+            best = np.argsort(-self._counts[surface], kind="stable")[: self._num]
+            self._top[surface] = best[self._counts[surface][best] > 0].astype(np.int16)
         ads = self._top[surface]
-        user, now = int(trace.users[request]), int(trace.times_ms[request])
-        mine = self._computed.setdefault(user, {})
-        due = np.array([now - mine.get(ad, -(2**62)) >= self._ttl_ms for ad in ads.tolist()])
-        return trace.pairs_of(user, ads[due]), self._value[due]
-
-    def bought(self, moment: Moment, pairs: NDArray[np.int32]) -> None:
-        """Remembers what was really computed."""
+        pairs = trace.pairs_of(int(trace.users[request]), ads)
+        due = ~np.isin(pairs, moment.pairs[moment.left_ms >= 0])
+        return pairs[due], by_rank(max(len(ads), 1))[: len(ads)][due]
 
     def _count(self, request: int) -> None:
-        """Popularity is a snapshot of the asks before the hour of the request."""
+        """Popularity is a snapshot of the asks before the hour of the request, halved every 12 hours."""
         trace = self._trace
         hour = int(trace.times_ms[request]) // HOUR_MS
         if hour == self._hour:
             return
         end = int(np.searchsorted(trace.times_ms, hour * HOUR_MS))
+        if self._hour != NONE:
+            self._counts *= 0.5 ** ((hour - self._hour) / 12)
         for surface in np.unique(trace.surfaces[self._seen : end]).tolist():
             rows = self._seen + np.flatnonzero(trace.surfaces[self._seen : end] == surface)
             self._counts[surface] += np.bincount(trace.candidates[rows].ravel(), minlength=trace.num_ads)
-        self._counts *= 0.5 ** ((hour - self._hour) / 12) if self._hour != NONE else 1.0
         self._seen, self._hour, self._top = end, hour, {}
 
 
@@ -179,3 +172,8 @@ def frequency_values(trace: Trace, half_life_ms: int = DAY_MS) -> NDArray[np.flo
         then[p] = now
         result[asks.flat[at]] = current[p]
     return result.reshape(trace.candidates.shape)
+
+
+def random_order(trace: Trace, seed: int = 0) -> NDArray[np.float32]:
+    """Values without any preference: a queue of misses that knows nothing of ranks. f4[R, N]."""
+    return np.random.default_rng(seed).random(trace.candidates.shape, dtype=np.float32)

@@ -1,8 +1,10 @@
-"""The product's policy: expected uses of a row = expected returns of the user within the TTL x persistence of the candidate.
+"""The product's policy: expected uses of a row = expected uses of the user's slate x how much more or less a candidate persists.
 
-Both factors are small calibrated models on the past only. The persistence model is Poisson boosting with the expected returns as its
-exposure: of so many expected requests of this user, how many will ask for this ad again? Its features are the pair's own past, the
-rank, the surface and what the ad's popularity does.
+Both factors are small calibrated models on the past only. The first foresees, for a request that has just been answered, how often the
+mean candidate of it will be asked for again within the TTL: the returns of the user and the stability of his slates in one, with a label
+far less noisy than that of a pair. The second is Poisson boosting over pairs with the first as its exposure: the pair's own past, the
+rank, the surface and what the ad's popularity does. A third, on returns alone, says when within the TTL the uses will fall, so that a row
+that still lives is renewed only for what lies beyond its end.
 
 Shapes: R requests, N candidates, H horizons, F features of a pair, S surfaces, A ads.
 """
@@ -15,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
 
-from solaris.policies import frequency_values
-from solaris.returns import SHARES, UserClock
-from solaris.trace import DAY_MS, HOUR_MS, NONE, Trace
+from solaris.returns import SHARES, expected_returns, predict_counts
+from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 CHUNK = 2_000  # requests scored at once
 NUM_SAMPLES = 600_000  # pairs of one fit
-LEAST_RETURNS = 0.02  # exposure never falls below this
+LEAST_USES = 0.005  # exposure never falls below this
+NUM_SEEDS = 3  # models of the slate's uses that are averaged
+MAX_USES = 20.0  # one robot must not be the model
+FIRST_FIT_DAYS = 2  # days before the first fit whose slates are foreseen for the fit of the pairs
 TAIL_POINTS = 13
 FAST_HOURS, SLOW_HOURS = 2.0, 12.0
 
@@ -31,36 +35,46 @@ class PairFeatures:
 
     Args:
         trace: the requests.
-        returns: f4[R, H]; expected requests of the user within each horizon.
+        frequency: f4[R, N] from `solaris.policies.frequency_values`.
     """
 
-    def __init__(self, trace: Trace, returns: NDArray[np.float32]) -> None:
-        self._trace, self._returns = trace, returns
-        self.frequency = frequency_values(trace)
+    def __init__(self, trace: Trace, frequency: NDArray[np.float32]) -> None:
+        self._trace, self._frequency = trace, frequency
         place = np.empty(trace.candidates.size, dtype=np.int16)
         place[trace.asks.flat] = trace.asks.place
         self._place = place.reshape(trace.candidates.shape)
         self._since = _since_last_ask(trace).reshape(trace.candidates.shape)
-        clock = UserClock(trace)
-        order = trace.by_user
-        count = np.empty(len(trace), dtype=np.float32)
-        starts = np.searchsorted(trace.users[order], trace.users)
-        count[order] = np.arange(len(trace)) - starts[order] + 1
-        same = np.zeros(len(trace), dtype=bool)
-        known = trace.previous != NONE
-        same[known] = trace.surfaces[known] == trace.surfaces[trace.previous[known]]
-        self._per_request = np.stack(
-            [trace.surfaces, same, np.log1p(count), clock.within(-DAY_MS, 0), clock.within(-HOUR_MS, 0),
-             np.log(np.maximum(returns[:, -1], LEAST_RETURNS)), returns[:, 1] / np.maximum(returns[:, -1], LEAST_RETURNS),
-             (trace.times_ms + trace.zone_ms) % DAY_MS / HOUR_MS], axis=1,
-        ).astype(np.float32)  # fmt: skip
-        self._count = count
+        self._count = _running_count(trace.users)
+        on_surface = _running_count(trace.users.astype(np.int64) * 2**15 + trace.surfaces)
+        self.slate = np.stack(
+            [
+                on_surface / self._count,
+                on_surface,
+                frequency.mean(axis=1),
+                (self._place > 0).mean(axis=1),
+                self._place.mean(axis=1),
+            ],
+            axis=1,
+        ).astype(np.float32)
         self._shown = np.zeros(trace.candidates.shape, dtype=bool)
         self._shown[trace.shown_request, trace.shown_position] = True
         self._hour, self._trend = _popularity(trace)
 
+    def simple(self, requests: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The few that a first attempt would take: rank, the pair's past, how often the user came. f4[r * N, 6]."""
+        shape = (len(requests), self._trace.num_candidates)
+        columns = [
+            np.broadcast_to(np.arange(shape[1]), shape),
+            self._place[requests],
+            self._frequency[requests],
+            self._since[requests],
+            np.broadcast_to(self._count[requests][:, None], shape),
+            np.broadcast_to(self.slate[requests, 3][:, None], shape),
+        ]
+        return np.stack([np.asarray(column, dtype=np.float32).ravel() for column in columns], axis=1)
+
     def of(self, requests: NDArray[np.int64]) -> NDArray[np.float32]:
-        """f4[r * N, F] of some requests."""
+        """All of them. f4[r * N, F]."""
         trace = self._trace
         shape = (len(requests), trace.num_candidates)
         ads = trace.candidates[requests]
@@ -70,7 +84,7 @@ class PairFeatures:
         columns = [
             np.broadcast_to(np.arange(shape[1]), shape),
             place,
-            self.frequency[requests],
+            self._frequency[requests],
             self._since[requests],
             (place + 1) / self._count[requests][:, None],
             self._shown[requests],
@@ -79,7 +93,8 @@ class PairFeatures:
             every[0][hour, ads],
             every[1][hour, ads],
         ]
-        columns += [np.broadcast_to(column[:, None], shape) for column in self._per_request[requests].T]
+        per_request = [trace.surfaces[requests], np.log1p(self._count[requests]), *self.slate[requests].T]
+        columns += [np.broadcast_to(column[:, None], shape) for column in per_request]
         return np.stack([np.asarray(column, dtype=np.float32).ravel() for column in columns], axis=1)
 
 
@@ -91,7 +106,10 @@ def true_uses(trace: Trace, ttl_ms: int) -> NDArray[np.int16]:
     span = 2**32  # longer than any trace and TTL together; times the pairs still an int64
     step = 4_000_000
     pairs = trace.pairs.ravel()
-    cuts = [*asks.pair_start[np.searchsorted(asks.pair_start, np.arange(0, len(asks.flat), step))].tolist(), len(asks.flat)]
+    cuts = [
+        *asks.pair_start[np.searchsorted(asks.pair_start, np.arange(0, len(asks.flat), step))].tolist(),
+        len(asks.flat),
+    ]
     # by runs of whole pairs, to bound memory
     for low, high in zip(cuts[:-1], cuts[1:], strict=True):
         flat = asks.flat[low:high]
@@ -102,41 +120,91 @@ def true_uses(trace: Trace, ttl_ms: int) -> NDArray[np.int16]:
     return result.reshape(trace.candidates.shape)
 
 
-def persistence(
-    trace: Trace,
-    pair_features: PairFeatures,
-    returns: NDArray[np.float32],
-    uses: NDArray[np.int16],
-    ttl_ms: int,
-    fits_ms: list[int],
-    *,
-    seed: int = 0,
-) -> NDArray[np.float32]:
-    """Share of the user's expected requests that ask for a candidate again; models know only what has happened by their fit.
+class ValueModel:
+    """Expected uses of a row, learned from what has happened.
 
     Args:
-        trace: the requests. pair_features: of them.
-        returns: f4[R, H]; expected requests, > 0 from some request on: those are fitted.
-        uses: i2[R, N] from `true_uses`; read only where the TTL has passed by the time of the fit.
+        trace: the requests.
         ttl_ms: of the rows.
-        fits_ms: moments of the fits, rising; each serves until the next; zeros before the first.
-        seed: of the sample.
-
-    Returns:
-        f4[R, N].
+        table: f4[R, G]; features of requests from `solaris.returns.features`.
+        pair_features: of their candidates.
+        uses: i2[R, N] from `true_uses`; read only where the TTL has passed by the time of a fit.
+        seed: of samples and models.
     """
-    result = np.zeros(trace.candidates.shape, dtype=np.float32)
-    rng = np.random.default_rng(seed)
-    ends = [*fits_ms[1:], int(trace.times_ms[-1]) + 1]
-    exposure = np.maximum(returns[:, -1], LEAST_RETURNS)
-    for fit_ms, end_ms in zip(fits_ms, ends, strict=True):
-        known = np.arange(int(np.searchsorted(trace.times_ms, fit_ms - ttl_ms)))
-        known = known[returns[known, -1] > 0]
-        serve = np.arange(*np.searchsorted(trace.times_ms, [fit_ms, end_ms]))
-        model = _fit(trace, pair_features, exposure, uses, known, rng)
-        for part in _chunks(serve):
-            result[part] = model.predict(pair_features.of(part)).reshape(len(part), -1)
-    return result
+
+    def __init__(
+        self,
+        trace: Trace,
+        ttl_ms: int,
+        table: NDArray[np.float32],
+        pair_features: PairFeatures,
+        uses: NDArray[np.int16],
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._trace, self._ttl_ms, self._seed = trace, ttl_ms, seed
+        self._table = np.concatenate([table, pair_features.slate], axis=1)
+        self._pair_features, self._uses = pair_features, uses
+
+    def predict(self, fits_ms: list[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Values and returns, by models that know only what had happened by their fit.
+
+        Args:
+            fits_ms: moments of the fits, rising; each serves until the next.
+
+        Returns:
+            (expected uses of each candidate f4[R, N], expected requests of the user within each horizon f4[R, H]); zeros before the
+            first fit.
+        """
+        trace = self._trace
+        # the pairs are fitted on slates foreseen by a model that had not seen them either
+        early = fits_ms[0] - self._ttl_ms - FIRST_FIT_DAYS * DAY_MS
+        early = min(max(early, int(trace.times_ms[0]) + self._ttl_ms + DAY_MS), fits_ms[0])
+        exposure = np.maximum(self._slate_uses([early, *fits_ms]), LEAST_USES)
+        rng = np.random.default_rng(self._seed)
+        value = np.zeros(trace.candidates.shape, dtype=np.float32)
+        for fit_ms, end_ms in zip(fits_ms, [*fits_ms[1:], int(trace.times_ms[-1]) + 1], strict=True):
+            known = np.arange(*np.searchsorted(trace.times_ms, [early, max(early, fit_ms - self._ttl_ms)]))
+            serve = np.arange(*np.searchsorted(trace.times_ms, [fit_ms, end_ms]))
+            if not len(known) or not self._uses[known].any():
+                value[serve] = exposure[serve, None]
+                continue
+            model = self._fit(exposure, known, rng)
+            for part in chunks(serve):
+                relative = model.predict(self._pair_features.of(part)).reshape(len(part), -1)
+                # the first model keeps the say over the slate's level
+                value[part] = exposure[part, None] * relative / np.maximum(relative.mean(axis=1, keepdims=True), 1e-6)
+        return value, expected_returns(trace, self._ttl_ms, fits_ms, table=self._table)
+
+    def _slate_uses(self, fits_ms: list[int]) -> NDArray[np.float32]:
+        """Expected uses of the mean candidate of each request. f4[R]."""
+        label = self._uses.mean(axis=1, dtype=np.float32)
+        seeds = [
+            predict_counts(self._trace, self._table, label, self._ttl_ms, fits_ms, cap=MAX_USES, seed=self._seed + i)
+            for i in range(NUM_SEEDS)
+        ]
+        return np.mean(seeds, axis=0)
+
+    def _fit(
+        self, exposure: NDArray[np.float32], known: NDArray[np.int64], rng: np.random.Generator
+    ) -> HistGradientBoostingRegressor:
+        num = self._trace.num_candidates
+        kept = min(len(known), max(1, NUM_SAMPLES // num))
+        # what is bought are pairs of users with expected uses, so they are fitted
+        chance = np.minimum(exposure[known], 3.0).astype(np.float64)
+        sample = np.sort(rng.choice(known, kept, replace=False, p=chance / chance.sum()))
+        x = np.concatenate([self._pair_features.of(part) for part in chunks(sample)])
+        expected = np.repeat(exposure[sample], num)
+        model = HistGradientBoostingRegressor(
+            loss="poisson",
+            learning_rate=0.15,
+            max_iter=50,
+            max_leaf_nodes=16,
+            min_samples_leaf=400,
+            early_stopping=False,
+            random_state=self._seed,
+        )
+        return model.fit(x, self._uses[sample].ravel() / expected, sample_weight=expected)
 
 
 def tails(returns: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -150,29 +218,17 @@ def tails(returns: NDArray[np.float32]) -> NDArray[np.float32]:
     return 1 - upto / np.maximum(upto[:, -1:], 1e-6)
 
 
-def _fit(
-    trace: Trace,
-    pair_features: PairFeatures,
-    exposure: NDArray[np.float32],
-    uses: NDArray[np.int16],
-    known: NDArray[np.int64],
-    rng: np.random.Generator,
-) -> HistGradientBoostingRegressor:
-    num = trace.num_candidates
-    kept = min(len(known), max(1, NUM_SAMPLES // num))
-    # users with expected returns are what is bought, so they are fitted
-    chance = np.minimum(exposure[known], 3.0).astype(np.float64)
-    sample = np.sort(rng.choice(known, kept, replace=False, p=chance / chance.sum()))
-    x = np.concatenate([pair_features.of(part) for part in _chunks(sample)])
-    expected = np.repeat(exposure[sample], num)
-    model = HistGradientBoostingRegressor(
-        loss="poisson", learning_rate=0.12, max_iter=60, max_leaf_nodes=20, min_samples_leaf=400, early_stopping=False, random_state=0
-    )
-    return model.fit(x, uses[sample].ravel() / expected, sample_weight=expected)
-
-
-def _chunks(requests: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def chunks(requests: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Runs of requests small enough to be scored at once."""
     yield from (requests[i : i + CHUNK] for i in range(0, len(requests), CHUNK))
+
+
+def _running_count(keys: NDArray[np.integer]) -> NDArray[np.float32]:
+    """How often each key has come so far, this time included. f4[R]."""
+    order = np.argsort(keys, kind="stable")
+    result = np.empty(len(keys), dtype=np.float32)
+    result[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order]) + 1
+    return result
 
 
 def _since_last_ask(trace: Trace) -> NDArray[np.float32]:

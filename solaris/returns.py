@@ -16,10 +16,25 @@ from solaris.trace import DAY_MS, HOUR_MS, NONE, Trace
 
 WINDOWS_HOURS = (1 / 6, 0.5, 1, 2, 3, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 400)
 # Activity at the same hours of earlier days, aligned with the horizon to come: (days back, hours from the clock's now).
-ECHOES = ((1, 1), (1, 3), (1, 6), (1, 12), (2, 3), (2, 12), (3, 12), (4, 12), (5, 12), (6, 12), (7, 3), (7, 12), (7, 24))
+ECHOES = (
+    (1, 1),
+    (1, 3),
+    (1, 6),
+    (1, 12),
+    (2, 3),
+    (2, 12),
+    (3, 12),
+    (4, 12),
+    (5, 12),
+    (6, 12),
+    (7, 3),
+    (7, 12),
+    (7, 24),
+)
 NUM_GAPS = 6
 SESSION_MS = HOUR_MS // 2
-SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # horizons as shares of the TTL
+SHARES = (1 / 4, 1 / 2, 1.0)  # horizons as shares of the TTL
+LEAST_FIT = 50  # requests; with fewer a mean must do
 MAX_LABEL = 60.0  # one robot must not be the model
 
 
@@ -140,32 +155,58 @@ def expected_returns(
     """
     table = features(trace) if table is None else table
     labels = true_returns(trace, ttl_ms)
-    result = np.zeros(labels.shape, dtype=np.float32)
-    ends = [*fits_ms[1:], int(trace.times_ms[-1]) + 1]
-    for fit_ms, end_ms in zip(fits_ms, ends, strict=True):
+    columns = [
+        predict_counts(trace, table, labels[:, h], horizon, fits_ms, cap=MAX_LABEL, seed=h)
+        for h, horizon in enumerate(horizons(ttl_ms).tolist())
+    ]
+    return np.maximum.accumulate(np.stack(columns, axis=1), axis=1)
+
+
+def predict_counts(
+    trace: Trace,
+    table: NDArray[np.float32],
+    label: NDArray[np.float32],
+    horizon_ms: int,
+    fits_ms: list[int],
+    *,
+    cap: float,
+    seed: int,
+) -> NDArray[np.float32]:
+    """Expected counts of what follows each request within a horizon, by Poisson boosting on its features.
+
+    Args:
+        trace: the requests.
+        table: f4[R, F]; features of each.
+        label: f4[R]; what really followed; read only where the horizon has passed by the time of a fit.
+        horizon_ms: of the label.
+        fits_ms: moments of the fits, rising; each serves until the next; zeros before the first.
+        cap: labels are cut here.
+        seed: of the models.
+
+    Returns:
+        f4[R].
+    """
+    result = np.zeros(len(trace), dtype=np.float32)
+    for fit_ms, end_ms in zip(fits_ms, [*fits_ms[1:], int(trace.times_ms[-1]) + 1], strict=True):
         serve = slice(*np.searchsorted(trace.times_ms, [fit_ms, end_ms]))
-        for h, horizon in enumerate(horizons(ttl_ms).tolist()):
-            # only requests whose horizon has passed have a label yet
-            known = int(np.searchsorted(trace.times_ms, fit_ms - horizon))
-            if serve.stop > serve.start:
-                result[serve, h] = _fit(table[:known], labels[:known, h], table[serve], h)
-    return np.maximum.accumulate(result, axis=1)
-
-
-def _fit(x: NDArray[np.float32], y: NDArray[np.float32], new: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
-    if len(x) < 50 or not y.any():
-        return np.full(len(new), y.mean() if len(y) else 0.0, dtype=np.float32)
-    # small trees: returns are noisy, larger ones were worse on later days
-    model = HistGradientBoostingRegressor(
-        loss="poisson",
-        learning_rate=0.06,
-        max_iter=100,
-        max_leaf_nodes=8,
-        min_samples_leaf=80,
-        l2_regularization=5.0,
-        max_features=0.3,
-        early_stopping=False,
-        random_state=seed,
-    )
-    model.fit(x, np.minimum(y, MAX_LABEL))
-    return model.predict(new).astype(np.float32)
+        known = int(np.searchsorted(trace.times_ms, fit_ms - horizon_ms))
+        if serve.stop <= serve.start:
+            continue
+        if known < LEAST_FIT or not label[:known].any():
+            result[serve] = label[:known].mean() if known else 0.0
+            continue
+        # small trees: returns are noisy, larger ones were worse on later days
+        model = HistGradientBoostingRegressor(
+            loss="poisson",
+            learning_rate=0.06,
+            max_iter=100,
+            max_leaf_nodes=8,
+            min_samples_leaf=80,
+            l2_regularization=5.0,
+            max_features=0.3,
+            early_stopping=False,
+            random_state=seed,
+        )
+        model.fit(table[:known], np.minimum(label[:known], cap))
+        result[serve] = model.predict(table[serve])
+    return result

@@ -15,9 +15,11 @@ NUM_BINS = 400
 EDGES = np.geomspace(1e-5, 1e3, NUM_BINS - 1)
 _LOG_LOW = float(np.log(EDGES[0]))
 _LOG_STEP = float(np.log(EDGES[1] / EDGES[0]))
-MEMORY_MS = DAY_MS  # half-life of the values remembered: a whole day, so that the hour of the day does not move the price
+MEMORY_MS = (
+    DAY_MS  # half-life of the values remembered: a whole day, so that the hour of the day does not move the price
+)
 EVERY_MS = HOUR_MS // 6  # the price is set anew this often
-RESERVE = 0.02  # share of a day's budget kept in the ledger, so that good moments never find it empty
+RESERVE = 0.005  # share of a day's budget kept in the ledger, so that good moments never find it empty
 PULL_DAYS = 0.5  # the ledger is steered back to the reserve over this long
 
 

@@ -42,7 +42,7 @@ class Trace:
         name: of the trace, for tables.
         users: i4[R] in [0, U). times_ms: i8[R], non-decreasing. surfaces: i2[R] in [0, S).
         candidates: i2[R, N] in [0, A), best first, no ad twice in a request.
-        shown: i2[R, N] positions would be sparse; instead `shown_request` i4[C] and `shown_position` i2[C] name the candidates shown.
+        shown_request: i4[C]; request of each shown ad. shown_position: i2[C]; its place among the candidates.
         outcomes: f4[R]; share of the shown ads that were watched long. Known only after the request was answered.
         profiles: f4[U, F]; what was known of the users before the trace began; F may be 0.
         num_ads: A.
@@ -117,6 +117,22 @@ class Trace:
         largest = np.full(num_users, NONE, dtype=np.int64)
         np.maximum.at(largest, self.users, self.pairs.max(axis=1, initial=0))
         return np.concatenate([[0], largest + 1])
+
+    def pairs_of(self, user: int, ads: NDArray[np.int16]) -> NDArray[np.int32]:
+        """Numbers of a user's pairs with some ads, -1 for pairs that are never asked. i4[n]."""
+        start, end = self.user_pairs[user : user + 2]
+        own = self.pair_ads[start:end]
+        if not len(own):
+            return np.full(len(ads), NONE, dtype=np.int32)
+        at = np.minimum(np.searchsorted(own, ads), len(own) - 1)
+        return np.where(own[at] == ads, start + at, NONE).astype(np.int32)
+
+    @cached_property
+    def pair_ads(self) -> NDArray[np.int16]:
+        """The ad of each pair. i2[P]."""
+        result = np.empty(self.num_pairs, dtype=np.int16)
+        result[self.pairs] = self.candidates
+        return result
 
     @cached_property
     def asks(self) -> Asks:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,16 @@ class HttpPost:
             OSError: the API is not reachable.
         """
         connection: HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = HTTPConnection(self._address, timeout=REQUEST_TIMEOUT_S)
+        if connection is not None:
+            try:
+                return self._ask(connection, body)
+            except (ConnectionError, HTTPException):
+                connection.close()  # kept for too long: the server has closed it, and reads nothing that is sent on it
+        connection = self._local.connection = HTTPConnection(self._address, timeout=REQUEST_TIMEOUT_S)
+        return self._ask(connection, body)
+
+    @staticmethod
+    def _ask(connection: HTTPConnection, body: bytes) -> tuple[int, bytes]:
         connection.request("POST", "/v1/rank", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()

@@ -1,0 +1,112 @@
+"""Replays traces under every policy of speculation and says which has the pairs that rankers ask for, at which cost.
+
+`python -m benchmarks.speculation [--quick]`. Tables are printed, rows appended to benchmarks/results/speculation.csv, plots written to
+runs/speculation; the last printed line is one JSON object. Candidate sets of the KuaiRand trace are filled by the causal retrieval; the
+generated trace is synthetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numbers of one core, whatever else runs
+
+from benchmarks.speculation.recall import shown_against_pairs
+from benchmarks.speculation.report import append_csv, curve_at, plots, print_table
+from benchmarks.speculation.suite import FREQUENCY, MAIN, REACTIVE, VALUE, Comparison, Row, Shared, log
+from solaris.simulate_generate import Generator, generated_trace
+from solaris.trace import DAY_MS, HOUR_MS, Trace, kuairand_trace
+
+BUDGETS = (0.05, 0.1, 0.25, 0.5, 1.0)
+TTLS_MS = (HOUR_MS, DAY_MS, 3 * DAY_MS)
+BUDGET, TTL_MS = 0.1, DAY_MS
+SYNCHRONOUS_SHARE = 0.25
+QUICK_GENERATOR = Generator(num_users=600, num_candidates=40)
+
+
+def run(trace: Trace, budgets: tuple[float, ...], ttls_ms: tuple[int, ...], only: tuple[str, ...] | None) -> list[Row]:
+    """Measures of every policy at every budget and TTL."""
+    shared, rows = Shared.of(trace), []
+    for ttl_ms in ttls_ms:
+        comparison = Comparison(shared, ttl_ms, only=only)
+        for budget in budgets:
+            part = comparison.rows(budget)
+            print_table(part)
+            rows += part
+    return rows
+
+
+def headline(rows: list[Row]) -> dict[str, object]:
+    """What the targets of B5 ask of a trace."""
+    at = {str(row["policy"]): row for row in rows if row["budget"] == BUDGET and row["ttl_h"] == TTL_MS / HOUR_MS}
+    mine = at[VALUE]
+    result: dict[str, object] = {
+        key: mine[key]
+        for key in ("gap_closed", "gap_closed_low", "gap_closed_high", "gap_closed_ranked", "gap_closed_exact", "useful_share")
+    }
+    result["coverage"] = {name: row["coverage"] for name, row in at.items()}
+    result["over_frequency"] = ratio(mine["coverage"], at[FREQUENCY]["coverage"])
+    same_ttl = [row for row in rows if row["ttl_h"] == TTL_MS / HOUR_MS]
+    for measure in ("ne_kept", "shown_coverage"):
+        kept = {name: curve_at(same_ttl, name, measure, SYNCHRONOUS_SHARE) for name in (VALUE, REACTIVE)}
+        result[f"{measure}_at_25"] = kept
+        result[f"{measure}_at_25_over_reactive"] = ratio(kept[VALUE], kept[REACTIVE])
+    return result
+
+
+def ratio(a: object, b: object) -> float | None:
+    """a / b; None where either is unknown or b is 0."""
+    return a / b if isinstance(a, float) and isinstance(b, float) and b else None
+
+
+def correctness() -> None:
+    """The benchmark says nothing while the simulator's tests are red."""
+    tests = ["tests/solaris/test_simulate.py", "tests/solaris/test_policies.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the tests of the simulator are red:\n{done.stdout[-2000:]}")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one budget and TTL, the main policies, a small generated trace")
+    quick = parser.parse_args().quick
+    began = time.time()
+    correctness()
+    budgets, ttls = ((BUDGET,), (TTL_MS,)) if quick else (BUDGETS, TTLS_MS)
+    only = MAIN if quick else None
+    real = kuairand_trace()
+    log(f"kuairand: {len(real)} requests, candidates filled by the causal retrieval ({time.time() - began:.0f} s)")
+    recall = shown_against_pairs(real, (100, 300, 1_000))
+    real_rows = run(real, budgets, ttls, only)
+    generated = generated_trace(0, QUICK_GENERATOR if quick else Generator())
+    generated_rows = run(generated, budgets, ttls, only)
+    rows = real_rows + generated_rows
+    append_csv(rows)
+    if not quick:
+        plots(rows)
+    traces = {
+        "kuairand": headline(real_rows) | {"shown_against_pairs": recall},
+        "generated": headline(generated_rows),
+        "seconds": round(time.time() - began, 1),
+    }
+    print(
+        json.dumps(
+            {
+                "gap_closed": traces["kuairand"]["gap_closed"],
+                "useful_share": traces["kuairand"]["useful_share"],
+                "traces": traces,
+            },
+            default=float,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""All policies of B5 on one trace: what is learned once, and one run per policy, budget and TTL."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solaris.policies import Nothing, PopularAds, ReactiveFill, Table, TtlRefresh, frequency_values, random_order
+from solaris.policy_reuse import reuse_probability
+from solaris.policy_value import PairFeatures, ValueModel, tails, true_uses
+from solaris.returns import features, true_returns
+from solaris.simulate import Policy, Result, Setting, simulate
+from solaris.simulate_measures import Measures, user_embedding_only
+from solaris.simulate_oracle import Oracle
+from solaris.trace import DAY_MS, HOUR_MS, Trace
+
+Row = dict[str, object]
+VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "frequency", "oracle_greedy"
+MAIN = (REACTIVE, "reactive_ranked", FREQUENCY, VALUE, "returns_known", "candidates_known", GREEDY)
+WARM_UP_MS = DAY_MS  # before the rows that the report reads: the price finds its level
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What does not depend on the TTL."""
+
+    trace: Trace
+    table: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Shared:
+        """Computes the features of all requests."""
+        return cls(trace, features(trace), frequency_values(trace))
+
+
+class Comparison:
+    """All policies on one trace under one TTL."""
+
+    def __init__(self, shared: Shared, ttl_ms: int, *, only: tuple[str, ...] | None = None) -> None:
+        trace = shared.trace
+        self.trace, self.ttl_ms, self.measures = trace, ttl_ms, Measures(trace)
+        self.start_ms = trace.report_ms - ttl_ms - WARM_UP_MS
+        self._policies = {name: make for name, make in self._makers(shared).items() if only is None or name in only}
+        setting = Setting(1.0, ttl_ms, self.start_ms)
+        self._bounds = [Oracle(trace, setting), Oracle(trace, setting, any_moment=True)]
+
+    def run(self, budget: float) -> list[Result]:
+        """One result per policy and bound."""
+        setting = Setting(budget, self.ttl_ms, self.start_ms)
+        results = []
+        for name, make in self._policies.items():
+            began = time.time()
+            results.append(simulate(self.trace, make(), setting))
+            log(
+                f"{self.trace.name} TTL {self.ttl_ms / HOUR_MS:.0f} h budget {budget}: {name} ({time.time() - began:.0f} s)"
+            )
+        results.append(user_embedding_only(self.trace, setting))
+        return results + [bound.at(budget) for bound in self._bounds]
+
+    def rows(self, budget: float) -> list[Row]:
+        """Measures of every policy, with the share of the gap that it closes."""
+        results = self.run(budget)
+        named = {result.policy: result for result in results}
+        measures, rows = self.measures, []
+        for result in results:
+            row: Row = {"trace": self.trace.name, "ttl_h": self.ttl_ms / HOUR_MS, "budget": budget}
+            row |= measures.row(result)
+            for key, low, high in (
+                ("gap_closed", REACTIVE, GREEDY),
+                ("gap_closed_ranked", "reactive_ranked", GREEDY),
+                ("gap_closed_exact", REACTIVE, "oracle"),
+            ):
+                closed = measures.gap_closed(result, named[low], named[high])
+                row |= {key: closed.value, f"{key}_low": closed.low, f"{key}_high": closed.high}
+            rows.append(row)
+        return rows
+
+    def _makers(self, shared: Shared) -> dict[str, Callable[[], Policy]]:
+        trace, ttl_ms = self.trace, self.ttl_ms
+        pair_features = PairFeatures(trace, shared.frequency)
+        uses = true_uses(trace, ttl_ms)
+        model = ValueModel(trace, ttl_ms, shared.table, pair_features, uses)
+        fits = [self.start_ms, trace.report_ms]
+        value, returns = model.predict(fits)
+        log(f"{trace.name} TTL {ttl_ms / HOUR_MS:.0f} h: models fitted")
+        known = true_returns(trace, ttl_ms)[:, -1:]
+        expected = np.maximum(returns[:, -1:], 1e-3)
+        reuse = reuse_probability(trace, ttl_ms, pair_features, uses, fits)
+        tail = tails(returns)
+        return {
+            "nothing": Nothing,
+            REACTIVE: lambda: Table(REACTIVE, random_order(trace), None, ttl_ms, priced=False),
+            "reactive_ranked": lambda: ReactiveFill(trace),
+            "ttl_refresh": lambda: TtlRefresh(trace, ttl_ms),
+            "user_x_popular": lambda: PopularAds(trace),
+            FREQUENCY: lambda: Table(FREQUENCY, shared.frequency, None, ttl_ms),
+            "logistic_reuse": lambda: Table("logistic_reuse", reuse, None, ttl_ms),
+            VALUE: lambda: Table(VALUE, value, tail, ttl_ms, caution=2.0),
+            "returns_known": lambda: Table("returns_known", value / expected * known, None, ttl_ms),
+            "candidates_known": lambda: Table(
+                "candidates_known", (expected * uses / np.maximum(known, 1)).astype(np.float32), None, ttl_ms
+            ),
+            GREEDY: lambda: Table(GREEDY, uses.astype(np.float32), None, ttl_ms),
+        }
+
+
+def log(line: str) -> None:
+    """Progress goes to the error stream: the last line of the output is the JSON object."""
+    print(line, file=sys.stderr, flush=True)
