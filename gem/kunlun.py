@@ -19,6 +19,7 @@ from gem.config import GemConfig
 from gem.experts import ExpertMixture, WukongExpert
 from kernels.block_attention import block_attention
 from kernels.broadcast_attention import broadcast_attention
+from kernels.broadcast_linear import broadcast_linear
 from kernels.gdpa import gdpa_pffn
 from kernels.jagged_attention import rotary
 from kernels.seed_pooling import seed_pooling, sum_kron
@@ -119,7 +120,9 @@ class KunlunLayer(nn.Module):
             tokens, num_request, dim, config.fm_rank, config.expert_hidden, config.num_experts
         )
         # Candidate side: deep cross attention (arXiv 2607.27744) and an expert that reads the request.
-        self.query = nn.Linear(num_candidate * dim, num_candidate * dim, bias=False)
+        own, read = num_candidate * dim, tokens * dim
+        self.query_own = nn.Parameter(torch.randn(own, own) * (own + read) ** -0.5)
+        self.query_read = nn.Parameter(torch.randn(read, own) * (own + read) ** -0.5)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.cross = WukongExpert(2 * num_candidate, tokens, num_candidate, dim, config.fm_rank, config.expert_hidden)
 
@@ -143,6 +146,8 @@ class KunlunLayer(nn.Module):
     ) -> Tensor:
         """[C, m, D] -> [C, m, D]: target attention over the request's history, then the expert."""
         count, num, dim = c_CmD.shape
-        query = self.query(c_CmD.flatten(1)).view(count, num, self.heads, dim // self.heads)
-        found = broadcast_attention(query, *keys_values, offsets, request).reshape(count, num, dim)
+        # What a candidate asks of the history depends on the request too; that share of the query is computed once per request.
+        query = broadcast_linear(read_BrD.flatten(1), c_CmD.flatten(1), self.query_read, self.query_own, request)
+        heads = query.view(count, num, self.heads, dim // self.heads)
+        found = broadcast_attention(heads, *keys_values, offsets, request).reshape(count, num, dim)
         return self.cross(torch.cat([c_CmD, found], dim=1), read_BrD, request)

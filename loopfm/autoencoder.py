@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from kernels.quantize import quantize_int4
 from streams.artifact import ArtifactError, read_manifest, write_artifact
 
 KIND = "autoencoder"
-INT4_STEPS = 8.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class Autoencoder(nn.Module):
     def encode(self, embedding: Tensor) -> Tensor:
         """[n, input_dim] -> z [n, z_dim], each entry in (-1, 1)."""
         return torch.tanh(self.encoder((embedding - self.mean) / self.spread))
+
+    @torch.no_grad()
+    def encode_int4(self, embedding: Tensor) -> Tensor:
+        """[n, input_dim] -> INT4 codes of z, int8 [n, z_dim]; `kernels.quantize.dequantize_int4` gives z back, to 1/16."""
+        return quantize_int4(self.encode(embedding))
 
     def decode(self, z: Tensor) -> list[Tensor]:
         """[n, z_dim] -> reconstruction of the standardised embedding from each prefix, z itself last."""
@@ -119,12 +124,6 @@ def fit_autoencoder(embeddings: NDArray[np.float32], config: AutoencoderConfig) 
         optimizer.step()
         schedule.step()
     return model.eval()
-
-
-def quantize_int4(z: NDArray[np.float32]) -> NDArray[np.float32]:
-    """clamp(round(8 z), -8, 7) / 8: sixteen levels, a quarter of f16's size; error at most 1/16 below z = 15/16."""
-    steps = np.clip(np.round(INT4_STEPS * z), -INT4_STEPS, INT4_STEPS - 1)
-    return (steps / INT4_STEPS).astype(np.float32)
 
 
 def save_autoencoder(folder: Path, model: Autoencoder, meta: dict[str, Any] | None = None) -> str:
