@@ -1,4 +1,4 @@
-# One image for worker, API and producer. `--build-arg FLAVOUR=gpu` takes the CUDA builds.
+# One image for worker, API and producer. `--build-arg FLAVOUR=gpu` takes fbgemm's CUDA build.
 FROM python:3.11-slim
 
 ARG FLAVOUR=cpu
@@ -12,9 +12,8 @@ COPY loopfm loopfm
 COPY solaris solaris
 COPY downstream downstream
 COPY specrank specrank
-RUN if [ "$FLAVOUR" = gpu ]; then pip install --no-cache-dir '.[gpu]'; \
-    elif [ "$FLAVOUR" = cpu ]; then pip install --no-cache-dir .; \
-    else echo "FLAVOUR is $FLAVOUR; legal values: cpu, gpu" >&2; exit 1; fi \
+RUN case "$FLAVOUR" in cpu|gpu) ;; *) echo "FLAVOUR is $FLAVOUR; legal values: cpu, gpu" >&2; exit 1;; esac \
+    && pip install --no-cache-dir ".[$FLAVOUR]" \
     && pip install --no-cache-dir --no-deps torchrec==1.8.0
 COPY data data
 RUN useradd --create-home specrank && mkdir -p /models && chown specrank /models

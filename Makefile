@@ -13,7 +13,7 @@ setup: $(VENV)/.ready ## Make .venv with everything that the demo and the tests 
 
 $(VENV)/.ready: pyproject.toml
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev,bench]'
+	$(BIN)/pip install -qq --disable-pip-version-check -e '.[cpu,dev,bench]'
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps $(TORCHREC)
 	@touch $@
 

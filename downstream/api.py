@@ -24,7 +24,14 @@ from streams.log import ActivityLog
 from streams.requests import RankRequest
 
 JSON = "application/json"
-EXAMPLE_REQUEST = {"user_id": 712, "surface": "1", "candidates": [5239, 6831, 2555], "objective": "is_click", "top": 2}
+EXAMPLE_REQUEST = {
+    "user_id": 712,
+    "surface": "1",
+    "candidates": [5239, 6831, 2555],
+    "objective": "is_click",
+    "top": 2,
+    "time_ms": 1652022000000,
+}
 EXAMPLE_RESPONSE = {
     "request_id": "5f0c",
     "surface": "1",

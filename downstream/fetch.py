@@ -51,4 +51,7 @@ class Fetcher:
         features = resolve_rows(
             self.pairs.decode(pairs), self.users.decode(own), ads, surface, time_ms, self.fm_version, self.layout
         )
-        return Fetched(self._log.decode_history(history), features, degraded=False)
+        try:
+            return Fetched(self._log.decode_history(history), features, degraded=False)
+        except ValueError:  # a member that is no event: somebody else wrote to the key
+            return Fetched(np.empty(0, dtype=LOG_ROW), features, degraded=True)

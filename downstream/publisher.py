@@ -67,9 +67,20 @@ class ServedPublisher:
                 self._stop.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 continue
+            except Exception:
+                # Not an outage: one of them cannot be published, and must not stop the others.
+                self._one_by_one(batch)
             backoff_s = FIRST_BACKOFF_S
             with self._lock:
                 # A full buffer may have dropped some of these meanwhile; what was published leaves it in any case.
                 published = {id(served) for served in batch}
                 while self._buffer and id(self._buffer[0]) in published:
                     self._buffer.popleft()
+
+    def _one_by_one(self, batch: list[ServedRequest]) -> None:
+        for served in batch:
+            try:
+                self._log.publish(SERVED_TOPIC, f"{served.user:016x}", encode_served(served))
+            except Exception:
+                logger.exception("the served record of request %.64s is lost", served.request_id)
+                self._metrics.served_dropped.inc()

@@ -45,6 +45,17 @@ class RankerConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class RequestPart:
+    """f_R of the ranker: keys and values of the events [B, 1 + L, D], their mask [B, L], context [B, D], first layer [B, hidden]."""
+
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+    context: Tensor
+    first: Tensor
+
+
 class Ranker(nn.Module):
     """Logits of all objectives for each candidate."""
 
@@ -86,22 +97,30 @@ class Ranker(nn.Module):
         categories = F.embedding(self.catalogue_categories, self.ad_category.weight).sum(1)
         return self.ad_id.weight + categories + self.ad_numbers(self.catalogue_numbers)
 
-    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The last hidden layer, [B, N, hidden / 2]."""
-        ads = self.ad_vectors()
+    def encode_request(self, inputs: dict[str, Tensor], ads: Tensor) -> RequestPart:
+        """f_R: reads only the request side of the inputs; ads [A, D] are `ad_vectors`."""
         key, value = self._keys_values(inputs, ads)
         context = self.surface(inputs["surface"]) + self.hour(inputs["hour"])
         user = self.user_category(inputs["user_categories"]).mean(1)
         request = [context, user, inputs["user_dense"]]
-        ad = ads[inputs["ad"]]
-        attended = self._attend(self.query(ad + context[:, None]), key, value, inputs["event_mask"])
-        candidate = [ad, attended, ad * attended]
         if self.config.use_fm:
             request.append(inputs["fm_user"])
+        return RequestPart(key, value, inputs["event_mask"], context, self.request(torch.cat(request, dim=-1)))
+
+    def encode_candidates(self, part: RequestPart, inputs: dict[str, Tensor], ads: Tensor) -> Tensor:
+        """f_C: the last hidden layer, [B, N, hidden / 2]; candidates never see each other."""
+        ad = ads[inputs["ad"]]
+        attended = self._attend(self.query(ad + part.context[:, None]), part.key, part.value, part.mask)
+        candidate = [ad, attended, ad * attended]
+        if self.config.use_fm:
             candidate += [inputs["fm_pair"], inputs["fm_state"]]
-        first = self.candidate(torch.cat(candidate, dim=-1)) + self.request(torch.cat(request, dim=-1))[:, None]
-        out: Tensor = self.mlp(first)
+        out: Tensor = self.mlp(self.candidate(torch.cat(candidate, dim=-1)) + part.first[:, None])
         return out
+
+    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Both sides: the last hidden layer, [B, N, hidden / 2]."""
+        ads = self.ad_vectors()
+        return self.encode_candidates(self.encode_request(inputs, ads), inputs, ads)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Logits [B, N, K]; see `downstream.inputs` for the inputs."""

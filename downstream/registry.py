@@ -13,6 +13,8 @@ from downstream.runtime import RankerRuntime
 from streams.artifact import MANIFEST, ArtifactError
 from streams.schema import UnknownValueError
 
+STAGING = (".writing", ".old")  # an artifact that is being replaced
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +75,9 @@ class Registry:
     def _names(self) -> list[str]:
         if not self._folder.is_dir():
             raise ArtifactError(f"folder of rankers {self._folder} does not exist")
-        return sorted(path.parent.name for path in self._folder.glob(f"*/{MANIFEST}") if "." not in path.parent.name)
+        return sorted(
+            path.parent.name for path in self._folder.glob(f"*/{MANIFEST}") if not path.parent.name.endswith(STAGING)
+        )
 
     def _stamp(self, name: str) -> float | None:
         try:
@@ -83,8 +87,8 @@ class Registry:
 
     def _load(self, name: str) -> Variant:
         stamp = self._stamp(name)
+        runtime = RankerRuntime.load(self._folder / name)
         if stamp is not None:
             self._seen[name] = stamp
-        runtime = RankerRuntime.load(self._folder / name)
         meta = runtime.meta
         return Variant(name, runtime, Fetcher(self._client, meta.layout, meta.fm_version, meta.history))

@@ -10,10 +10,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from downstream.artifact import GRAPH, KIND, META, OUTPUT, RankerMeta
-from downstream.inputs import CANDIDATE_INPUTS, REQUEST_INPUTS, Inputs
+from downstream.inputs import CANDIDATE_INPUTS, REQUEST_INPUTS, Inputs, one_request
 from streams.artifact import ArtifactError, read_manifest
 from streams.encode import Encoder
 from streams.encoder_file import load_encoder
+from streams.features import FmFeatures
+from streams.rows import LOG_ROW
 
 
 class RankerRuntime:
@@ -53,7 +55,26 @@ class RankerRuntime:
         if unknown:
             legal = ", ".join((*REQUEST_INPUTS, *CANDIDATE_INPUTS))
             raise ArtifactError(f"{folder / GRAPH} asks for inputs {unknown}; legal values: {legal}")
-        return cls(session, encoder, meta, manifest["version"])
+        runtime = cls(session, encoder, meta, manifest["version"])
+        for num_events in (0, 1):
+            runtime._try(folder / GRAPH, num_events)
+        return runtime
+
+    def _try(self, graph: Path, num_events: int) -> None:
+        num = 2
+        users, times, zeros = np.zeros(1, np.uint64), np.array([num_events + 1]), np.zeros(num, np.int64)
+        history = np.zeros(num_events, dtype=LOG_ROW)
+        offsets, ads = np.array([0, num_events]), np.arange(num, dtype=np.uint64)
+        batch = self.encoder.encode(users, zeros[:1], times, history, offsets, ads, zeros)
+        try:
+            scores = self.score(one_request(batch, FmFeatures.none(num, self.meta.layout), self.encoder.num_surfaces))
+        except Exception as error:  # a class of ONNX Runtime's own for each way in which a graph does not fit
+            raise ArtifactError(f"{graph} cannot score a request with {num_events} events: {error}") from error
+        expected = (num, len(self.meta.objectives))
+        if scores.shape != expected or not np.isfinite(scores).all():
+            raise ArtifactError(
+                f"{graph} gives scores of shape {scores.shape}; expected finite ones of shape {expected}"
+            )
 
     def score(self, inputs: Inputs) -> NDArray[np.float32]:
         """Probabilities f4[N, K] of one request's candidates."""

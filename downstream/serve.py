@@ -9,10 +9,11 @@ import uvicorn
 
 from downstream.api import create_app
 from downstream.settings import ApiSettings
+from streams.errors import UserError
 from streams.log.address import open_log
 
 
-class PortBusyError(RuntimeError):
+class PortBusyError(UserError, RuntimeError):
     """The port is taken by another process."""
 
 

@@ -15,7 +15,7 @@ from downstream.inputs import one_request
 from downstream.metrics import ApiMetrics
 from downstream.registry import Registry, Variant
 from downstream.router import route
-from streams.events import MAX_TIME_MS, MIN_TIME_MS
+from streams.events import time_problem
 from streams.ids import id64, ids64
 from streams.levels import Level
 from streams.requests import RankRequest, ServedRequest
@@ -72,10 +72,9 @@ class RankService:
         except ValueError as error:
             raise BadRequestError(str(error)) from error
         now_ms = time.time_ns() // 1_000_000 if request.time_ms is None else request.time_ms
-        if not MIN_TIME_MS <= now_ms < MAX_TIME_MS:
-            raise BadRequestError(
-                f"time_ms {now_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}"
-            )
+        problem = time_problem(now_ms)
+        if problem:
+            raise BadRequestError(problem)
         if len(np.unique(ads)) != len(ads):
             raise BadRequestError("candidates: an ad is given twice")
         fetched = variant.fetcher.fetch(user, surface, now_ms, ads)

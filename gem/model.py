@@ -70,7 +70,9 @@ class Gem(nn.Module):
         """f_R: reads only the request side of the batch."""
         rows = self.tables.request(batch)
         lengths = batch.lengths
-        position = torch.arange(len(batch.event_ad)) - batch.offsets[:-1].repeat_interleave(lengths)
+        position = torch.arange(len(batch.event_ad), device=batch.offsets.device) - batch.offsets[
+            :-1
+        ].repeat_interleave(lengths)
         events = Events(batch.offsets, position, batch.event_gap_ms)
         history = self.event_tokens(batch, rows)
         tokens = self.request_tokens(batch, rows)

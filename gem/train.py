@@ -20,6 +20,7 @@ from gem.checkpoint import load_resume, save_resume
 from gem.examples import RequestLog
 from gem.metrics import Metrics, evaluate
 from gem.model import Gem
+from streams.artifact import ArtifactError
 
 DAY_MS = 86_400_000
 EVAL_BATCH = 1024
@@ -161,7 +162,7 @@ class Trainer:
     def _restore(self, path: Path) -> int:
         state = load_resume(path)
         if state["config"] != self.config:
-            raise ValueError(
+            raise ArtifactError(
                 f"{path} was written by a run with {state['config']}, not {self.config}; remove it to start anew"
             )
         self.model.load_state_dict(state["model"])

@@ -9,8 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from gem.engine import GemEngine
 from gem.examples import RequestLog
 from loopfm.represent import Representer
+from streams.artifact import ArtifactError
+from streams.catalogue import read_parquet
 
 BATCH = 1024
 
@@ -42,17 +45,19 @@ class Augmented:
         """Reads what `write` wrote.
 
         Raises:
-            ValueError: the table mixes FM versions, or is no such table.
+            ArtifactError: the table mixes FM versions, or is no such table.
         """
-        frame = pl.read_parquet(path)
+        frame = read_parquet(path)
         logits = [name for name in frame.columns if name.startswith("logit_")]
         if not logits or not {"event", "z", "version"} <= set(frame.columns):
-            raise ValueError(
+            raise ArtifactError(
                 f"{path} is no augmented table: it needs event, logit_*, z and version; found {frame.columns}"
             )
         versions = frame["version"].unique()
         if len(versions) > 1:
-            raise ValueError(f"{path} mixes {len(versions)} FM versions; a sequence of representations must hold one")
+            raise ArtifactError(
+                f"{path} mixes {len(versions)} FM versions; a sequence of representations must hold one"
+            )
         return cls(
             frame["event"].to_numpy(),
             frame.select(logits).to_numpy().astype(np.float32),
@@ -74,3 +79,12 @@ def augment(representer: Representer, log: RequestLog, requests: NDArray[np.int6
     at, _ = log.candidate_indices(requests)
     found = np.concatenate(vectors) if vectors else np.zeros((0, representer.layout.pair_dim), np.float32)
     return Augmented(log.events[at], found[:, z_dim:-1], found[:, :z_dim], representer.version)
+
+
+def pair_embeddings(engine: GemEngine, log: RequestLog, requests: NDArray[np.int64]) -> NDArray[np.float32]:
+    """FM embeddings of the shown ads of requests, f4[c, pair_dim]: what an autoencoder is fitted on."""
+    pairs = []
+    for part in log.batches(requests, BATCH, engine.history):
+        batch, _ = log.encode(part, engine.history)
+        pairs.append(engine.embed_pairs(engine.encode_request(batch), batch)[0])
+    return np.concatenate(pairs)

@@ -16,6 +16,7 @@ class WorkerMetrics:
         self.users = Counter("solaris_users_computed", "Users whose rows were computed (f_R)", registry=self.registry)
         self.pairs = Counter("solaris_pairs_computed", "Pairs whose rows were computed (f_C)", registry=self.registry)
         self.seconds = Counter("solaris_compute_seconds", "Time of FM runs and store writes", registry=self.registry)
+        self.failed = Counter("solaris_failed", "Users whose rows could not be computed", registry=self.registry)
         self.waiting = Gauge("solaris_queue_jobs", "Users that wait", registry=self.registry)
         self.dropped = Gauge("solaris_dropped_total", "Jobs lost for a full queue", registry=self.registry)
         self.coalesced = Gauge("solaris_coalesced_total", "Triggers that met a waiting job", registry=self.registry)

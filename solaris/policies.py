@@ -29,7 +29,7 @@ class Nothing:
 class ReactiveFill:
     """Computes what was just asked for and missing, best ranked first: the cache that fills itself."""
 
-    name, priced = "reactive", False
+    name, priced = "reactive_ranked", False
 
     def __init__(self, trace: Trace) -> None:
         self._value = by_rank(trace.num_candidates)
@@ -172,6 +172,18 @@ def frequency_values(trace: Trace, half_life_ms: int = DAY_MS) -> NDArray[np.flo
         then[p] = now
         result[asks.flat[at]] = current[p]
     return result.reshape(trace.candidates.shape)
+
+
+def user_frequency_values(trace: Trace, half_life_ms: int = DAY_MS) -> NDArray[np.float32]:
+    """How often a user came lately, this request included, each time halved per half-life; the same for all candidates. f4[R, N]."""
+    result = np.empty(len(trace), dtype=np.float32)
+    last: dict[int, tuple[float, int]] = {}
+    for r, (user, now) in enumerate(zip(trace.users.tolist(), trace.times_ms.tolist(), strict=True)):
+        count, then = last.get(user, (0.0, now))
+        count = count * 0.5 ** ((now - then) / half_life_ms) + 1
+        last[user] = count, now
+        result[r] = count
+    return np.broadcast_to(result[:, None], trace.candidates.shape)
 
 
 def random_order(trace: Trace, seed: int = 0) -> NDArray[np.float32]:

@@ -21,9 +21,9 @@ from solaris.returns import SHARES, expected_returns, predict_counts
 from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 CHUNK = 2_000  # requests scored at once
-NUM_SAMPLES = 600_000  # pairs of one fit
+NUM_SAMPLES = 500_000  # pairs of one fit
 LEAST_USES = 0.005  # exposure never falls below this
-NUM_SEEDS = 3  # models of the slate's uses that are averaged
+NUM_SEEDS = 2  # models of the slate's uses that are averaged
 MAX_USES = 20.0  # one robot must not be the model
 FIRST_FIT_DAYS = 2  # days before the first fit whose slates are foreseen for the fit of the pairs
 TAIL_POINTS = 13
@@ -150,7 +150,7 @@ class ValueModel:
         """Values and returns, by models that know only what had happened by their fit.
 
         Args:
-            fits_ms: moments of the fits, rising; each serves until the next.
+            fits_ms: moments of the fits, rising; each serves until the next. The slates' model is fitted again every day after the last.
 
         Returns:
             (expected uses of each candidate f4[R, N], expected requests of the user within each horizon f4[R, H]); zeros before the
@@ -160,7 +160,8 @@ class ValueModel:
         # the pairs are fitted on slates foreseen by a model that had not seen them either
         early = fits_ms[0] - self._ttl_ms - FIRST_FIT_DAYS * DAY_MS
         early = min(max(early, int(trace.times_ms[0]) + self._ttl_ms + DAY_MS), fits_ms[0])
-        exposure = np.maximum(self._slate_uses([early, *fits_ms]), LEAST_USES)
+        daily = range(fits_ms[-1] + DAY_MS, int(trace.times_ms[-1]), DAY_MS)
+        exposure = np.maximum(self._slate_uses([early, *fits_ms, *daily]), LEAST_USES)
         rng = np.random.default_rng(self._seed)
         value = np.zeros(trace.candidates.shape, dtype=np.float32)
         for fit_ms, end_ms in zip(fits_ms, [*fits_ms[1:], int(trace.times_ms[-1]) + 1], strict=True):
@@ -174,7 +175,8 @@ class ValueModel:
                 relative = model.predict(self._pair_features.of(part)).reshape(len(part), -1)
                 # the first model keeps the say over the slate's level
                 value[part] = exposure[part, None] * relative / np.maximum(relative.mean(axis=1, keepdims=True), 1e-6)
-        return value, expected_returns(trace, self._ttl_ms, fits_ms, table=self._table)
+        # when uses fall within the TTL changes little from day to day: one fit serves
+        return value, expected_returns(trace, self._ttl_ms, fits_ms[:1], table=self._table)
 
     def _slate_uses(self, fits_ms: list[int]) -> NDArray[np.float32]:
         """Expected uses of the mean candidate of each request. f4[R]."""
@@ -198,13 +200,29 @@ class ValueModel:
         model = HistGradientBoostingRegressor(
             loss="poisson",
             learning_rate=0.15,
-            max_iter=50,
-            max_leaf_nodes=16,
+            max_iter=40,
+            max_leaf_nodes=12,
             min_samples_leaf=400,
             early_stopping=False,
             random_state=self._seed,
         )
         return model.fit(x, self._uses[sample].ravel() / expected, sample_weight=expected)
+
+
+def shown_weights(trace: Trace, until_ms: int) -> NDArray[np.float32]:
+    """The gain of having a row, by rank: how much likelier than the mean candidate one of this rank is shown. f4[N], mean 1.
+
+    An ad that is not shown brings no gain at once. Learned on the requests before `until_ms`; smoothed over neighbouring ranks. The last
+    rank is left out of the count: a filled candidate set puts there what it would otherwise not have held.
+    """
+    num = trace.num_candidates
+    early = trace.times_ms[trace.shown_request] < until_ms
+    counts = np.bincount(trace.shown_position[early], minlength=num).astype(np.float64)
+    counts[-1] = 0
+    width = max(1, num // 15)
+    padded = np.pad(counts, (width, width), mode="edge")
+    smooth = np.convolve(padded, np.ones(2 * width + 1), mode="valid") + 1.0
+    return (smooth / smooth.mean()).astype(np.float32)
 
 
 def tails(returns: NDArray[np.float32]) -> NDArray[np.float32]:

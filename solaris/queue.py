@@ -55,6 +55,10 @@ class SpeculationQueue:
             if self._waiting[worst][0] >= job.value:
                 return
             del self._waiting[worst]
+        if len(self._heap) > 2 * self._max:
+            # Entries that were raised or dropped stay behind in the heap; without this they would pile up under overload.
+            self._heap = [(-value, -order, user) for user, (value, order) in self._waiting.items()]
+            heapq.heapify(self._heap)
         order = next(self._order)
         self._waiting[job.user] = (job.value, -order)
         heapq.heappush(self._heap, (-job.value, order, job.user))

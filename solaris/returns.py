@@ -8,6 +8,8 @@ Shapes: R requests, H horizons, F features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
@@ -72,7 +74,7 @@ def true_returns(trace: Trace, ttl_ms: int) -> NDArray[np.float32]:
 def features(trace: Trace) -> NDArray[np.float32]:
     """What is known of a user when a request of his has been answered. f4[R, F]; nan where undefined."""
     clock = UserClock(trace)
-    columns = [clock.within(-int(w * HOUR_MS), 0) for w in WINDOWS_HOURS]
+    columns: list[NDArray[Any]] = [clock.within(-int(w * HOUR_MS), 0) for w in WINDOWS_HOURS]
     columns += [clock.within(-days * DAY_MS, -days * DAY_MS + hours * HOUR_MS) for days, hours in ECHOES]
     times = trace.times_ms
     local_ms = times + trace.zone_ms

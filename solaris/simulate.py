@@ -89,12 +89,12 @@ class Result:
 
     Attributes:
         policy: its name.
-        hits: i4[R]; candidates of each request with a readable row (0 before the replay began).
-        shown_hits: i2[R]; shown ads of each request with a readable row.
-        computed: i4[R]; inferences triggered by each request. runs: i1[R]; 1 where there was at least one.
+        hits: f8[R]; candidates of each request with a readable row (0 before the replay began).
+        shown_hits: f8[R]; shown ads of each request with a readable row.
+        computed: f8[R]; inferences triggered by each request. runs: f8[R]; 1 where there was at least one.
         useful: rows computed in the report and hit at least once. rows: rows computed in the report.
         ages: counts of hits by age, bins `AGE_BINS_MS`.
-        user_rows: i1[R]; 1 where a request found a readable row computed by an earlier run of its user at all.
+        user_rows: f8[R]; 1 where a request found any readable row of its user, whatever its ad.
     """
 
     policy: str
@@ -110,7 +110,8 @@ class Result:
     @classmethod
     def empty(cls, policy: str, trace: Trace) -> Result:
         """Nothing computed, nothing hit."""
-        return cls(policy, *(np.zeros(len(trace)) for _ in range(5)))
+        zeros = [np.zeros(len(trace)) for _ in range(5)]
+        return cls(policy, zeros[0], zeros[1], zeros[2], zeros[3], zeros[4])
 
     def age_quantile(self, q: float) -> float | None:
         """Age at hit in ms, to the width of a bin (6 %); None without hits."""

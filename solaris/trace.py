@@ -101,7 +101,7 @@ class Trace:
         for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             rows = self.by_user[start:end]
             ads, numbers = np.unique(self.candidates[rows], return_inverse=True)
-            result[rows] = base + numbers.reshape(len(rows), -1)
+            result[rows] = base + numbers.reshape(len(rows), self.num_candidates)
             base += len(ads)
         return result
 
@@ -116,7 +116,7 @@ class Trace:
         num_users = int(self.users.max(initial=NONE)) + 1
         largest = np.full(num_users, NONE, dtype=np.int64)
         np.maximum.at(largest, self.users, self.pairs.max(axis=1, initial=0))
-        return np.concatenate([[0], largest + 1])
+        return np.concatenate([[0], np.maximum.accumulate(largest + 1)])
 
     def pairs_of(self, user: int, ads: NDArray[np.int16]) -> NDArray[np.int32]:
         """Numbers of a user's pairs with some ads, -1 for pairs that are never asked. i4[n]."""

@@ -1,7 +1,8 @@
 """The worker: events to the user log, served requests to slates, and micro-batches of users through the FM to the store.
 
 Everything a worker writes is a function of the user's log and slate as they stand, merged by event time: records may come twice, late
-or to two workers at once, and the store ends the same. Records are committed only after their rows are written.
+or to two workers at once, and the store ends the same. Records are committed after their rows are written; only work beyond the budget
+waits in memory, where a kill loses it until the user's next event.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from solaris.speculator import Slate, Speculator
 from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row
 from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.log import ActivityLog, Record, Retry, reject
+from streams.log.delivery import CLIENT_OUTAGES
 from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, decode_served
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
@@ -35,6 +37,9 @@ GROUP = "solaris"
 TOPICS = (SERVED_TOPIC, ACTIVITY_TOPIC)  # slates before the events that trigger them
 EVENT_VALUE = 1.0  # an event is worth as much as one certain miss
 FOREVER_MS = 2**53  # above any event time, and exact as a score of the log
+
+STORE_OUTAGES = (*CLIENT_OUTAGES, OSError, StoreContentionError)
+"""What passes by itself: the same work may be tried again as it is."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,22 +111,37 @@ class Worker:
             for user, events in due.items():
                 self._queue.put(Job(user, gains.get(user, 0.0) + EVENT_VALUE * events))
             self.drain()
-        except (redis.RedisError, OSError, StoreContentionError) as error:
+        except STORE_OUTAGES as error:
             raise Retry(f"the store is away: {error}") from error
 
     def drain(self) -> None:
-        """Runs waiting jobs, best first, as far as the budget goes."""
+        """Runs waiting jobs, best first, as far as the budget goes.
+
+        Raises:
+            Retry: the store is away; the jobs wait on.
+        """
         while True:
             jobs = self._next_jobs()
             self.metrics.queue(len(self._queue), self._queue.dropped, self._queue.coalesced)
             if not jobs:
                 return
-            try:
-                self.compute(np.array([job.user for job in jobs], dtype=np.uint64))
-            except BaseException:
+            self._run_jobs(jobs)
+
+    def _run_jobs(self, jobs: list[Job]) -> None:
+        """Runs jobs together; if they fail, one by one, and a user whose job cannot be done is left out and counted."""
+        try:
+            self.compute(np.array([job.user for job in jobs], dtype=np.uint64))
+        except STORE_OUTAGES as error:
+            for job in jobs:
+                self._queue.put(job)
+            raise Retry(f"the store is away: {error}") from error
+        except Exception:
+            if len(jobs) > 1:
                 for job in jobs:
-                    self._queue.put(job)
-                raise
+                    self._run_jobs([job])
+                return
+            logger.exception("the rows of user %016x cannot be computed", jobs[0].user)
+            self.metrics.failed.inc()
 
     def _next_jobs(self) -> list[Job]:
         jobs: list[Job] = []
@@ -139,7 +159,12 @@ class Worker:
         for record in records:
             if record.topic == SERVED_TOPIC:
                 try:
-                    served.append(decode_served(record.value))
+                    request = decode_served(record.value)
+                    if not 0 <= request.surface < len(self._schema.surfaces):
+                        raise ServedRecordError(
+                            f"surface {request.surface} of a served request; legal values: 0 to {len(self._schema.surfaces) - 1}"
+                        )
+                    served.append(request)
                 except ServedRecordError as error:
                     self._reject(record, str(error))
         return served

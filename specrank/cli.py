@@ -35,7 +35,9 @@ DEFAULT_DATA = Path("data/kuairand")
 def demo(
     data: DataOption = DEFAULT_DATA,
     run: Annotated[Path, typer.Option(help="folder for models and report; emptied first")] = Path("runs/demo"),
-    users: Annotated[float, typer.Option(help="share of users whose test days are replayed", min=0.001, max=1.0)] = 0.2,
+    users: Annotated[
+        float, typer.Option(help="share of users whose test days are replayed", min=0.001, max=1.0)
+    ] = 0.15,
     serve: Annotated[bool, typer.Option("--serve", help="leave the system running for a person to try")] = False,
     kafka: Annotated[
         str | None,
@@ -84,7 +86,7 @@ def loopfm_distill(
     out: Annotated[Path, typer.Option(help="folder of the ranker's artifact")],
     data: DataOption = DEFAULT_DATA,
 ) -> None:
-    """Trains a ranker with the FM's soft labels alone, through an auxiliary head."""
+    """Trains a ranker with the FM's soft labels alone, through an auxiliary head, on the whole log: score it on later days only."""
     from specrank.jobs import distill_ranker
 
     distill_ranker(data, table, out)
@@ -182,26 +184,19 @@ def streams_inspect(
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Turns the errors a user can cause into one line; anything else is a defect and keeps its traceback."""
+    import redis
     from pydantic import ValidationError
 
-    from streams.artifact import ArtifactError
-    from streams.embedded import EmbeddedServerError
-    from streams.events import EventError
+    from streams.errors import UserError
     from streams.log import LogUnavailable
-    from streams.schema import SchemaError
 
     try:
         yield
     except ValidationError as error:
         fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         sys.exit(f"specrank: settings: {fields} (set them in the environment, see `--help`)")
-    except (ArtifactError, EmbeddedServerError, SchemaError, EventError, LogUnavailable, FileNotFoundError) as error:
+    except (UserError, LogUnavailable, redis.RedisError, OSError) as error:
         sys.exit(f"specrank: {error}")
-    except RuntimeError as error:
-        # PortBusyError, ServiceError and ReplayError live in packages that are too slow to import for this
-        if type(error).__name__ in {"PortBusyError", "ServiceError", "ReplayError"}:
-            sys.exit(f"specrank: {error}")
-        raise
 
 
 def main() -> None:

@@ -19,17 +19,17 @@ from gem.checkpoint import save_model
 from gem.config import GemConfig, Vocabulary
 from gem.engine import GemEngine
 from gem.examples import RequestLog
-from gem.train import EVAL_BATCH, TrainConfig, Trainer, base_rates, days_of, evaluate_predictions, predict
-from loopfm.augment import Augmented, augment
+from gem.train import TrainConfig, Trainer, base_rates, days_of, evaluate_predictions, predict
+from loopfm.augment import Augmented, augment, pair_embeddings
 from loopfm.autoencoder import AutoencoderConfig, fit_autoencoder, load_autoencoder, save_autoencoder
 from loopfm.represent import Representer
 from solaris.worker import GROUP
 from streams.artifact import ArtifactError
 from streams.dataset import load_dataset, load_schema
+from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, to_epoch_ms
 from streams.features import FmLayout
 from streams.log.address import open_log
-from streams.schema import SchemaError
 from streams.tools import events_of, inspect_topics, inspect_user, lines_of, produce, replay
 
 
@@ -56,11 +56,7 @@ def augment_log(data: Path, gem: Path, autoencoder: Path, out: Path) -> None:
     valid_ms, test_ms = log.encoder.schema.split_ms()
     engine = GemEngine.load(gem)
     if not autoencoder.exists():
-        pairs = []
-        for part in log.batches(log.between(valid_ms, test_ms), EVAL_BATCH, engine.history):
-            batch, _ = log.encode(part, engine.history)
-            pairs.append(engine.embed_pairs(engine.encode_request(batch), batch)[0])
-        found = np.concatenate(pairs)
+        found = pair_embeddings(engine, log, log.between(valid_ms, test_ms))
         save_autoencoder(autoencoder, fit_autoencoder(found, AutoencoderConfig(found.shape[1])))
     representer = Representer(engine, *load_autoencoder(autoencoder))
     augmented = augment(representer, log, log.between(test_ms, None))
@@ -112,8 +108,15 @@ def produce_lines(address: str, source: str, data: Path) -> None:
 def replay_log(address: str, data: Path, speed: float | None, start: str | None, end: str | None) -> None:
     """Publishes the events of a log."""
     dataset = load_dataset(data)
-    first, last = (None if text is None else to_epoch_ms(datetime.fromisoformat(text)) for text in (start, end))
+    first, last = (None if text is None else _moment(text) for text in (start, end))
     _print({"published": replay(open_log(address, (ACTIVITY_TOPIC,)), events_of(dataset, first, last), speed)})
+
+
+def _moment(text: str) -> int:
+    try:
+        return to_epoch_ms(datetime.fromisoformat(text))
+    except ValueError as error:
+        raise UserError(f"{text!r} is no moment such as 2022-05-05T00:00:00+08:00: {error}") from error
 
 
 def inspect_streams(address: str, store: str | None, user: str | None, data: Path) -> None:
@@ -121,7 +124,7 @@ def inspect_streams(address: str, store: str | None, user: str | None, data: Pat
     found: dict[str, object] = {"topics": inspect_topics(open_log(address), GROUP)}
     if user is not None:
         if store is None:
-            raise SchemaError("--user needs --store, the address of the store")
+            raise UserError("--user needs --store, the address of the store")
         found["user"] = inspect_user(redis.Redis.from_url(store), user, load_schema(data))
     _print(found)
 

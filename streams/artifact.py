@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from streams.errors import UserError
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 
-class ArtifactError(ValueError):
+class ArtifactError(UserError, ValueError):
     """An artifact that cannot be trusted; the message names the file and what is wrong with it."""
 
 

@@ -23,6 +23,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from streams.errors import UserError
+
 START_TIMEOUT_S = 30.0
 """How long a server may take to answer: .1 s when empty, seconds when it has a large file to load."""
 STOP_TIMEOUT_S = 10.0
@@ -43,7 +45,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class EmbeddedServerError(RuntimeError):
+class EmbeddedServerError(UserError, RuntimeError):
     """The embedded server cannot start; the message says why."""
 
 

@@ -16,7 +16,9 @@ from streams.schema import FeatureSchema
 
 NUM_OOV_ADS = 64  # ads outside the catalogue share this many hashed rows of the id table
 HOURS = 24
-PRIOR_SURFACE = 255  # surface byte of events from before the log began; encoded as one surface more
+PRIOR_SURFACE = (
+    255  # surface byte of events from before the log began; it and unknown ones are encoded as one surface more
+)
 RECENT = 5  # events in the "most recent" rates
 PRIOR_RATE, PRIOR_WEIGHT = 0.3, 4.0  # smoothing of rates: a user without history has the prior's rate
 
@@ -121,7 +123,7 @@ class Encoder:
             raise ValueError(f"request {b} at {times_ms[b]} ms was given an event at or after its own time")
         actions = ((history["actions"][:, None] >> self._bits) & 1).astype(np.float32)
         surface = history["surface"].astype(np.int64)
-        event_surface = np.where(surface == PRIOR_SURFACE, self.num_surfaces, surface)
+        event_surface = np.minimum(surface, self.num_surfaces)
         unique, event_ad = np.unique(history["ad"], return_inverse=True)
         history_ad, history_categories, _ = self.encode_ads(unique)
         ad, ad_categories, ad_dense = self.encode_ads(candidates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streams.errors import UserError
 from streams.ids import ExternalId, id64
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema, UnknownValueError
@@ -17,9 +19,10 @@ ACTIVITY_TOPIC = "activity"
 WIRE_VERSION = 1
 # Outside these bounds a time is a mistake of unit (seconds, microseconds), not a moment: 2001-09-09 .. 2286-11-20.
 MIN_TIME_MS, MAX_TIME_MS = 10**12, 10**13
+MAX_AHEAD_MS = 60_000  # by how much a producer's clock may be ahead
 
 
-class EventError(ValueError):
+class EventError(UserError, ValueError):
     """An event that cannot be accepted; the message names the field, the value and what is legal."""
 
 
@@ -71,16 +74,26 @@ def decode_event(value: bytes) -> ActivityEvent:
     return event
 
 
+def time_problem(time_ms: int) -> str | None:
+    """What is wrong with the time of an event or a request, or None.
+
+    One from the future would stamp a user's rows with its time, and no request before then could use them.
+    """
+    latest = time.time_ns() // 1_000_000 + MAX_AHEAD_MS
+    if not MIN_TIME_MS <= time_ms <= min(latest, MAX_TIME_MS):
+        return f"time_ms {time_ms} is not an epoch time in ms up to now; legal values: {MIN_TIME_MS} to {latest}"
+    return None
+
+
 def event_row(event: ActivityEvent, schema: FeatureSchema) -> tuple[int, tuple[int, int, int, float, int, int]]:
     """(user, row of `LOG_ROW`) of an event.
 
     Raises:
         EventError: a value outside the schema, a time that is no epoch ms, a value that is not finite.
     """
-    if not MIN_TIME_MS <= event.time_ms < MAX_TIME_MS:
-        raise EventError(
-            f"time_ms {event.time_ms} is not an epoch time in ms; legal values: {MIN_TIME_MS} to {MAX_TIME_MS - 1}"
-        )
+    problem = time_problem(event.time_ms)
+    if problem:
+        raise EventError(problem)
     if not np.isfinite(event.value) or abs(event.value) > 3e38:
         raise EventError(f"value {event.value} is not a finite 32-bit float")
     try:

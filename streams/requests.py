@@ -35,7 +35,7 @@ class RankRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     objective: str | None = None
     top: Annotated[int, msgspec.Meta(ge=1)] | None = None
     variant: str | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
     shadow: bool = False
 
 

@@ -8,11 +8,13 @@ from typing import Literal
 
 import msgspec
 
+from streams.errors import UserError
+
 MAX_EVENT_TYPES = 16  # the action mask of an event is 16 bits wide (`streams.rows.LOG_ROW`)
 MAX_SURFACES = 255  # a surface is stored in one byte; 255 marks "before the log began"
 
 
-class SchemaError(ValueError):
+class SchemaError(UserError, ValueError):
     """A schema file is missing, malformed or contradicts itself; the message names the file and the field."""
 
 

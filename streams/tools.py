@@ -14,6 +14,7 @@ import numpy as np
 import redis
 
 from streams.dataset import Dataset
+from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, ActivityEvent, EventError, decode_event, encode_event, event_row
 from streams.features import PAIRS, SLATE, USER
 from streams.ids import ExternalId, id64
@@ -116,11 +117,11 @@ def replay(log: ActivityLog, events: Iterable[ActivityEvent], speed: float | Non
         how many.
 
     Raises:
-        ValueError: the speed is not positive.
+        UserError: the speed is not positive.
         LogUnavailable: the broker cannot be reached.
     """
     if speed is not None and speed <= 0:
-        raise ValueError(f"speed must be positive, found {speed}")
+        raise UserError(f"speed must be positive, found {speed}")
     count, first_ms, start = 0, None, time.monotonic()
     chunk: list[tuple[str, bytes]] = []
 

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from solaris.policies import Nothing, PopularAds, ReactiveFill, Table, TtlRefresh, frequency_values, random_order
+from solaris.policies import (
+    Nothing,
+    PopularAds,
+    ReactiveFill,
+    Table,
+    TtlRefresh,
+    frequency_values,
+    random_order,
+    user_frequency_values,
+)
 from solaris.policy_reuse import reuse_probability
-from solaris.policy_value import PairFeatures, ValueModel, tails, true_uses
+from solaris.policy_value import PairFeatures, ValueModel, shown_weights, tails, true_uses
 from solaris.returns import features, true_returns
 from solaris.simulate import Policy, Result, Setting, simulate
 from solaris.simulate_measures import Measures, user_embedding_only
@@ -20,9 +29,20 @@ from solaris.simulate_oracle import Oracle
 from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 Row = dict[str, object]
-VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "frequency", "oracle_greedy"
-MAIN = (REACTIVE, "reactive_ranked", FREQUENCY, VALUE, "returns_known", "candidates_known", GREEDY)
-WARM_UP_MS = DAY_MS  # before the rows that the report reads: the price finds its level
+VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "user_frequency", "oracle_greedy"
+PAIR_FREQUENCY, GAIN = "pair_frequency", "expected_gain"
+MAIN = (
+    REACTIVE,
+    "reactive_ranked",
+    FREQUENCY,
+    PAIR_FREQUENCY,
+    VALUE,
+    GAIN,
+    "returns_known",
+    "candidates_known",
+    GREEDY,
+)
+WARM_UP_MS = DAY_MS // 2  # before the rows that the report reads: the price finds its level
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,9 @@ class Comparison:
         trace = shared.trace
         self.trace, self.ttl_ms, self.measures = trace, ttl_ms, Measures(trace)
         self.start_ms = trace.report_ms - ttl_ms - WARM_UP_MS
-        self._policies = {name: make for name, make in self._makers(shared).items() if only is None or name in only}
+        self._policies = {
+            name: make for name, make in self._makers(shared, only).items() if only is None or name in only
+        }
         setting = Setting(1.0, ttl_ms, self.start_ms)
         self._bounds = [Oracle(trace, setting), Oracle(trace, setting, any_moment=True)]
 
@@ -70,7 +92,7 @@ class Comparison:
         measures, rows = self.measures, []
         for result in results:
             row: Row = {"trace": self.trace.name, "ttl_h": self.ttl_ms / HOUR_MS, "budget": budget}
-            row |= measures.row(result)
+            row |= measures.row(result, named["user_embedding"].user_rows)
             for key, low, high in (
                 ("gap_closed", REACTIVE, GREEDY),
                 ("gap_closed_ranked", "reactive_ranked", GREEDY),
@@ -81,7 +103,7 @@ class Comparison:
             rows.append(row)
         return rows
 
-    def _makers(self, shared: Shared) -> dict[str, Callable[[], Policy]]:
+    def _makers(self, shared: Shared, only: tuple[str, ...] | None) -> dict[str, Callable[[], Policy]]:
         trace, ttl_ms = self.trace, self.ttl_ms
         pair_features = PairFeatures(trace, shared.frequency)
         uses = true_uses(trace, ttl_ms)
@@ -91,7 +113,7 @@ class Comparison:
         log(f"{trace.name} TTL {ttl_ms / HOUR_MS:.0f} h: models fitted")
         known = true_returns(trace, ttl_ms)[:, -1:]
         expected = np.maximum(returns[:, -1:], 1e-3)
-        reuse = reuse_probability(trace, ttl_ms, pair_features, uses, fits)
+        reuse = reuse_probability(trace, ttl_ms, pair_features, uses, fits) if only is None else value
         tail = tails(returns)
         return {
             "nothing": Nothing,
@@ -99,9 +121,11 @@ class Comparison:
             "reactive_ranked": lambda: ReactiveFill(trace),
             "ttl_refresh": lambda: TtlRefresh(trace, ttl_ms),
             "user_x_popular": lambda: PopularAds(trace),
-            FREQUENCY: lambda: Table(FREQUENCY, shared.frequency, None, ttl_ms),
+            FREQUENCY: lambda: Table(FREQUENCY, user_frequency_values(trace), None, ttl_ms),
+            PAIR_FREQUENCY: lambda: Table(PAIR_FREQUENCY, shared.frequency, None, ttl_ms),
             "logistic_reuse": lambda: Table("logistic_reuse", reuse, None, ttl_ms),
             VALUE: lambda: Table(VALUE, value, tail, ttl_ms, caution=2.0),
+            GAIN: lambda: Table(GAIN, value * shown_weights(trace, self.start_ms), tail, ttl_ms, caution=2.0),
             "returns_known": lambda: Table("returns_known", value / expected * known, None, ttl_ms),
             "candidates_known": lambda: Table(
                 "candidates_known", (expected * uses / np.maximum(known, 1)).astype(np.float32), None, ttl_ms

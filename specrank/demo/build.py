@@ -20,13 +20,14 @@ from gem.checkpoint import save_model
 from gem.config import Vocabulary
 from gem.engine import GemEngine
 from gem.examples import RequestLog
-from gem.train import DAY_MS, EVAL_BATCH, Trainer, base_rates, days_of, evaluate_predictions, per_surface, predict
-from loopfm.augment import Augmented, augment
+from gem.train import DAY_MS, Trainer, base_rates, days_of, evaluate_predictions, per_surface, predict
+from loopfm.augment import Augmented, augment, pair_embeddings
 from loopfm.autoencoder import Autoencoder, AutoencoderConfig, fit_autoencoder, save_autoencoder
 from loopfm.represent import Representer
 from solaris.backfill import ServedStates, part_of, served_features, served_states
 from solaris.worker import WorkerConfig
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
+from specrank.demo.services import ServiceError
 from streams.features import FmFeatures
 from streams.retrieval import CausalRetrieval
 
@@ -131,7 +132,7 @@ def build(
     }
     for name, process in zip((RANKER, CONTROL), running, strict=True):
         if process.wait():
-            raise RuntimeError(f"training of {name} failed; see {config.run / f'{name}.log'}")
+            raise ServiceError(f"training of {name} failed; see {config.run / f'{name}.log'}")
     lap("rankers")
     return Built(representer, metrics, base, backfill.candidates)
 
@@ -142,11 +143,7 @@ def _prepare(config: DemoConfig, log: RequestLog, retrieval: CausalRetrieval, le
 
 
 def _fit(engine: GemEngine, log: RequestLog, requests: NDArray[np.int64]) -> tuple[Autoencoder, list[float]]:
-    pairs = []
-    for part in log.batches(requests, EVAL_BATCH, engine.history):
-        batch, _ = log.encode(part, engine.history)
-        pairs.append(engine.embed_pairs(engine.encode_request(batch), batch)[0])
-    found = np.concatenate(pairs)
+    found = pair_embeddings(engine, log, requests)
     autoencoder = fit_autoencoder(found, AutoencoderConfig(found.shape[1]))
     return autoencoder, autoencoder.unexplained(torch.from_numpy(found))
 

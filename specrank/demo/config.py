@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from downstream.ranker import RankerConfig
-from downstream.train import RankerTrainConfig
 from gem.config import GemConfig
 from gem.train import TrainConfig
 
@@ -30,13 +28,11 @@ class DemoConfig:
     run: Path = Path("runs/demo")
     solaris_days: int = 4
     candidates: int = 100
-    user_share: float = 0.2
+    user_share: float = 0.15
     concurrency: int = 2
     kafka: str | None = None
     gem: GemConfig = field(default_factory=GemConfig)
     training: TrainConfig = field(default_factory=TrainConfig)
-    ranker: RankerConfig = field(default_factory=RankerConfig)
-    ranker_training: RankerTrainConfig = field(default_factory=RankerTrainConfig)
 
     @property
     def models(self) -> Path:

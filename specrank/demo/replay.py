@@ -25,6 +25,7 @@ from solaris.backfill import timeline
 from solaris.worker import GROUP, TOPICS
 from specrank.demo.config import CONTROL, RANKER, DemoConfig
 from streams.dataset import Dataset
+from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, encode_event
 from streams.levels import Level
 from streams.log import ActivityLog
@@ -42,7 +43,7 @@ LOAD_CHUNK = 20_000
 Post = Callable[[bytes], tuple[int, bytes]]
 
 
-class ReplayError(RuntimeError):
+class ReplayError(UserError, RuntimeError):
     """The replay cannot go on; the message says why."""
 
 

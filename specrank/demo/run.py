@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from downstream.serve import bind
-from downstream.table_file import read_table
 from downstream.train import RankerTable, predict_ranker
 from downstream.weights import load_weights
 from gem.examples import RequestLog
@@ -31,9 +31,11 @@ from specrank.demo.services import api, embedded_store, log_address, start_worke
 from streams.dataset import Dataset, load_dataset
 from streams.log.address import open_log
 from streams.retrieval import CausalRetrieval
+from streams.schema import SchemaError
 from streams.user_log import UserLog
 
 SERVE_PORT = 8000
+MARKER = ".specrank-demo"  # lies in a folder that a demo made, and may empty
 
 
 @dataclass
@@ -68,8 +70,7 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     torch.set_num_threads(1)
     stages = Stages()
     dataset = load_dataset(config.data)
-    shutil.rmtree(config.run, ignore_errors=True)
-    config.run.mkdir(parents=True)
+    _empty(config.run)
     log = RequestLog.of(dataset)
     _, test_ms = dataset.schema.split_ms()
     retrieval = CausalRetrieval(dataset, test_ms - config.solaris_days * DAY_MS)
@@ -79,7 +80,7 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     chosen = test[_sampled(log.users[test], config.user_share)]
     filled = fill_candidates(retrieval, log, chosen, config.candidates)
     stages.lap("candidates")
-    with embedded_store(config) as store:
+    with embedded_store() as store:
         broker = open_log(log_address(config, store.url), TOPICS)
         with start_worker(config, store.url) as worker, api(config, store.url) as url:
             replay = Replay(config, dataset, log, chosen, filled.slates, broker, HttpPost(url), worker.check)
@@ -102,6 +103,15 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
                 with api(config, store.url, SERVE_PORT) as address:
                     _wait_for_person(console, address, dataset, filled, log)
     return report
+
+
+def _empty(folder: Path) -> None:
+    """Makes the run's folder, or empties the one of an earlier run; never a folder that something else made."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise SchemaError(f"folder {folder} is not empty and not of an earlier demo; choose another with --run")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
 
 
 def _sampled(users: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
@@ -147,7 +157,7 @@ def _frozen_predictions(
     states = served_states(log, requests, slates, WorkerConfig.max_rows, frozen_ms=test_ms)
     part = part_of(states, log, requests, filled.requests)
     features = served_features(log, filled.requests, slates, part, built.representer)
-    table, layout, _ = read_table(config.run / "table.npz", log)
+    layout = built.representer.layout
     empty = np.zeros((len(features.level), layout.num_objectives), dtype=np.float32)
     table = RankerTable(log, filled.requests, features, empty, np.zeros(len(empty), dtype=bool), frozen_ms=test_ms)
     return {

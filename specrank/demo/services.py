@@ -18,12 +18,13 @@ import httpx
 from downstream.serve import bind
 from specrank.demo.config import RANKER, DemoConfig
 from streams.embedded import EmbeddedValkey
+from streams.errors import UserError
 
 READY_S = 60.0
 STOP_S = 10.0
 
 
-class ServiceError(RuntimeError):
+class ServiceError(UserError, RuntimeError):
     """A process did not come up, or died; the message names it and its log."""
 
 
@@ -115,7 +116,7 @@ def api(config: DemoConfig, redis_url: str, port: int = 0) -> Iterator[str]:
 
 
 @contextmanager
-def embedded_store(config: DemoConfig) -> Iterator[EmbeddedValkey]:
+def embedded_store() -> Iterator[EmbeddedValkey]:
     """An empty embedded Valkey server."""
     with EmbeddedValkey(appendonly=False) as server:
         server.client().flushall()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import redis
 
+from streams.errors import UserError
 from streams.log import ActivityLog
 from streams.log.kafka_client import topic_specs
 from streams.log.valkey import ValkeyLog
@@ -19,7 +20,7 @@ def open_log(address: str, topics: tuple[str, ...] = ()) -> ActivityLog:
         topics: made on Kafka where they are missing, with their topics for rejected records.
 
     Raises:
-        ValueError: the address has another scheme; names the legal ones.
+        UserError: the address has another scheme; names the legal ones.
         LogUnavailable: Kafka's topics have to be made, and it cannot be reached.
     """
     if address.startswith("kafka://"):
@@ -31,4 +32,4 @@ def open_log(address: str, topics: tuple[str, ...] = ()) -> ActivityLog:
         return log
     if address.startswith(SCHEMES):
         return ValkeyLog(redis.Redis.from_url(address))
-    raise ValueError(f"log address {address!r} has no known scheme; legal values: {', '.join(SCHEMES)}")
+    raise UserError(f"log address {address!r} has no known scheme; legal values: {', '.join(SCHEMES)}")

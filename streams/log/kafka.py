@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from kafka import KafkaAdminClient, KafkaProducer, OffsetSpec, TopicPartition
 from kafka import errors as kafka_errors
 
+from streams.errors import UserError
 from streams.log import Handler, LogUnavailable
 from streams.log.kafka_client import MAX_REJECTED_BYTES, KafkaSecurity, TopicSpec, servers
 from streams.log.kafka_consumer import Consumer
@@ -51,7 +52,7 @@ _NOT_OURS = (
 _T = TypeVar("_T")
 
 
-class TopicMismatchError(ValueError):
+class TopicMismatchError(UserError, ValueError):
     """A topic exists with another number of partitions; the message names both."""
 
 

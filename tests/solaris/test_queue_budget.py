@@ -50,6 +50,14 @@ def test_a_full_queue_drops_the_lowest_value_and_counts() -> None:
         SpeculationQueue(0)
 
 
+def test_overload_does_not_grow_the_queue() -> None:
+    queue = SpeculationQueue(10)
+    for number in range(5_000):
+        queue.put(Job(number, float(number % 97)))
+    assert len(queue._heap) <= 21
+    assert len(drained(queue)) == 10
+
+
 def test_the_bucket_grants_the_rate_and_bounds_the_burst() -> None:
     now = 0.0
     bucket = TokenBucket(100.0, clock=lambda: now)

@@ -70,6 +70,7 @@ def test_events_survive_the_wire(dataset: Dataset) -> None:
         ({"event_types": ["is_bought"]}, "legal values: impression, is_click"),
         ({"time_ms": 1_651_000_000}, "epoch time in ms"),
         ({"time_ms": 1_651_000_000_000_000}, "epoch time in ms"),
+        ({"time_ms": 4_000_000_000_000}, "up to now"),
         ({"value": float("nan")}, "finite"),
         ({"user_id": ""}, "empty"),
     ],

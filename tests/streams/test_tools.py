@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from streams.dataset import Dataset
+from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, decode_event, encode_event, event_rows
 from streams.log.address import open_log
 from streams.log.valkey import ValkeyLog
@@ -52,7 +53,7 @@ def test_speed_stretches_time(client: redis.Redis, dataset: Dataset, monkeypatch
     events = list(events_of(dataset))[:50]
     replay(ValkeyLog(client), events, 100.0)
     assert sum(slept) == pytest.approx((events[-1].time_ms - events[0].time_ms) / 1e3 / 100)
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(UserError, match="positive"):
         replay(ValkeyLog(client), events, 0.0)
 
 
@@ -73,5 +74,5 @@ def test_inspection_shows_lag_rejections_and_a_user(client: redis.Redis, dataset
 
 
 def test_an_address_of_another_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="legal values: kafka://, redis://"):
+    with pytest.raises(UserError, match="legal values: kafka://, redis://"):
         open_log("amqp://localhost")
