@@ -75,3 +75,8 @@ def test_the_serving_process_never_loads_the_foundation_model() -> None:
     code = "import sys, downstream.serve; sys.exit(' '.join(n for n in ('gem.engine', 'gem.model', 'torch') if n in sys.modules) or 0)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, f"the ranking API loads {result.stderr}"
+
+
+def test_documents_hold_no_placeholder() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+        assert "@@" not in path.read_text(), path

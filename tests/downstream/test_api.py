@@ -270,3 +270,80 @@ def test_the_newest_history_is_read(system: System, store: EmbeddedValkey) -> No
         found = http.post("/v1/rank", json=request(system, user_id=raw)).json()
     assert found["cold_user"] is False
     assert found["history_events"] == 10
+
+
+def test_a_graph_that_cannot_score_is_refused_at_load(system: System, tmp_path: Path) -> None:
+    import onnx
+
+    from downstream.artifact import GRAPH, KIND
+    from streams.artifact import write_artifact
+
+    source = system.folder / "rankers" / "control"
+
+    def rewrite(change: object) -> Path:
+        graph = onnx.load(source / GRAPH)
+        change(graph)  # type: ignore[operator]
+
+        def write(staging: Path) -> None:
+            for file in source.iterdir():
+                if file.name not in (GRAPH, "manifest.json"):
+                    shutil.copy(file, staging / file.name)
+            onnx.save(graph, staging / GRAPH)
+
+        write_artifact(tmp_path / "ranker", KIND, {}, write)
+        return tmp_path / "ranker"
+
+    assert RankerRuntime.load(rewrite(lambda graph: None)).version
+
+    def rename_output(graph: onnx.ModelProto) -> None:
+        old = graph.graph.output[0].name
+        graph.graph.output[0].name = "scores"
+        for node in graph.graph.node:
+            for index, name in enumerate(node.output):
+                if name == old:
+                    node.output[index] = "scores"
+
+    with pytest.raises(ArtifactError, match=r"ranker.onnx cannot score a request"):
+        RankerRuntime.load(rewrite(rename_output))
+
+
+def test_exported_graphs_carry_no_paths(system: System) -> None:
+    content = (system.folder / "rankers" / "ranker" / "ranker.onnx").read_bytes()
+    assert b".py" not in content
+
+
+def test_the_address_decides_the_kind_of_connection() -> None:
+    import redis
+
+    from downstream.settings import ApiSettings
+    from downstream.store_guard import guarded_client
+
+    for scheme, kind in (("redis", redis.Connection), ("rediss", redis.SSLConnection)):
+        client = guarded_client(ApiSettings(rankers=Path("x"), redis_url=f"{scheme}://127.0.0.1:1/0"))
+        assert issubclass(client.connection_pool.connection_class, kind)
+    assert not issubclass(
+        guarded_client(
+            ApiSettings(rankers=Path("x"), redis_url="redis://127.0.0.1:1/0")
+        ).connection_pool.connection_class,
+        redis.SSLConnection,
+    )
+
+
+def test_one_record_that_cannot_be_published_does_not_stop_the_others(system: System, store: EmbeddedValkey) -> None:
+    from downstream.metrics import ApiMetrics
+    from downstream.publisher import ServedPublisher
+    from tests.solaris.test_worker import served
+
+    class Picky(ValkeyLog):
+        def publish_many(self, topic: str, records: object) -> None:
+            if any(b'"r6001"' in value for _, value in records):  # type: ignore[attr-defined]
+                raise ValueError("too large")
+            super().publish_many(topic, records)  # type: ignore[arg-type]
+
+    log, metrics = Picky(store.client()), ApiMetrics()
+    publisher = ServedPublisher(log, metrics)
+    for index in (6_000, 6_001, 6_002):
+        publisher.put(served(system, index))
+    publisher.close()
+    assert log.published(SERVED_TOPIC) == 2
+    assert metrics.registry.get_sample_value("specrank_served_dropped_total") == 1

@@ -275,3 +275,33 @@ def test_an_exhausted_budget_leaves_work_waiting_and_loses_no_event(system: Syst
     assert 0 < len(client.keys("{u:*}:pairs")) < logged
     waiting = worker.metrics.registry.get_sample_value("solaris_queue_jobs")
     assert waiting == logged - len(client.keys("{u:*}:user"))
+
+
+def test_a_user_whose_job_fails_is_left_out_and_the_others_go_on(
+    system: System, store: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = store.client()
+    worker = system.worker(client, slate_size=NUM_ADS)
+    records = [Record(*record, "0") for record in traffic(system, 30)]
+    cursed = np.uint64(int(records[0].key, 16))
+    compute = worker.compute
+
+    def fail_for_one(users: np.ndarray) -> None:
+        if cursed in users:
+            raise IndexError("no such row")
+        compute(users)
+
+    monkeypatch.setattr(worker, "compute", fail_for_one)
+    worker.handle(records)
+    assert len(client.keys("{u:*}:user")) == len({record.key for record in records}) - 1
+    assert worker.metrics.registry.get_sample_value("solaris_failed_total") == 1
+    assert worker.metrics.registry.get_sample_value("solaris_queue_jobs") == 0
+
+
+def test_served_records_of_another_schema_are_set_aside(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    topic, key, value = traffic(system, 1)[0]
+    foreign = value.replace(b'"surface":', b'"surface":9')
+    system.worker(client).handle([Record(topic, key, foreign, "0")])
+    assert ValkeyLog(client).published(f"{SERVED_TOPIC}.rejected") == 1
+    assert not client.keys("{u:*}:slate")

@@ -84,3 +84,11 @@ def test_every_command_explains_itself() -> None:
     text = specrank("--help").stdout
     for command in ("demo", "gem", "loopfm", "solaris", "downstream"):
         assert command in text
+
+
+def test_a_folder_that_no_demo_made_is_never_emptied(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("keep")
+    result = specrank("demo", "--data", str(MINI), "--run", str(tmp_path))
+    assert result.returncode != 0
+    assert "is not empty and not of an earlier demo" in result.stderr
+    assert (tmp_path / "precious.txt").read_text() == "keep"
