@@ -150,7 +150,7 @@ class ValueModel:
         """Values and returns, by models that know only what had happened by their fit.
 
         Args:
-            fits_ms: moments of the fits, rising; each serves until the next. The slates' model is fitted again every day after the last.
+            fits_ms: moments of the fits, rising; each serves until the next.
 
         Returns:
             (expected uses of each candidate f4[R, N], expected requests of the user within each horizon f4[R, H]); zeros before the
@@ -160,8 +160,7 @@ class ValueModel:
         # the pairs are fitted on slates foreseen by a model that had not seen them either
         early = fits_ms[0] - self._ttl_ms - FIRST_FIT_DAYS * DAY_MS
         early = min(max(early, int(trace.times_ms[0]) + self._ttl_ms + DAY_MS), fits_ms[0])
-        daily = range(fits_ms[-1] + DAY_MS, int(trace.times_ms[-1]), DAY_MS)
-        exposure = np.maximum(self._slate_uses([early, *fits_ms, *daily]), LEAST_USES)
+        exposure = np.maximum(self._slate_uses([early, *fits_ms]), LEAST_USES)
         rng = np.random.default_rng(self._seed)
         value = np.zeros(trace.candidates.shape, dtype=np.float32)
         for fit_ms, end_ms in zip(fits_ms, [*fits_ms[1:], int(trace.times_ms[-1]) + 1], strict=True):

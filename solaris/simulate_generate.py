@@ -41,7 +41,7 @@ class Generator:
     rate_shape: float = 0.35
     requests_per_session: float = 1.8
     keep_core: float = 0.95
-    keep_rest: float = 0.55
+    keep_rest: float = 0.2
     memory_ms: float = 2 * DAY_MS
     ad_life_ms: float = 6 * DAY_MS
     report_days: int = 5
@@ -70,14 +70,16 @@ def generated_trace(seed: int = 0, generator: Generator | None = None) -> Trace:
             alive = np.flatnonzero((born <= now) & (dies > now))
             chances = np.log(popularity[alive])
         before = last.get(user)
-        kept = np.zeros(0, dtype=np.int16)
+        old = kept = np.zeros(0, dtype=np.int16)
         if before is not None:
+            old = candidates[before]
             gap = np.full(len(ranks), float(now - times[before]))
             survives = rng.random(len(ranks)) < g.reuse_probability(ranks, gap)
-            kept = candidates[before][survives & (dies[candidates[before]] > now)]
+            kept = old[survives & (dies[old] > now)]
         # draws without replacement by popularity: the largest of log weight + Gumbel noise
         fresh = alive[np.argsort(-(chances + rng.gumbel(size=len(alive))))[: g.num_candidates * 2]]
-        fresh = fresh[~np.isin(fresh, kept)][: g.num_candidates - len(kept)]
+        # what has just left does not come back by chance, so that the stated reuse is exact
+        fresh = fresh[~np.isin(fresh, old)][: g.num_candidates - len(kept)]
         candidates[r] = np.concatenate([kept, fresh])
         last[user] = r
     shown = np.minimum(rng.geometric(0.1, len(users)) - 1, g.num_candidates - 1)

@@ -20,7 +20,7 @@ MEMORY_MS = (
 )
 EVERY_MS = HOUR_MS // 6  # the price is set anew this often
 RESERVE = 0.005  # share of a day's budget kept in the ledger, so that good moments never find it empty
-PULL_DAYS = 0.5  # the ledger is steered back to the reserve over this long
+PULL_DAYS = 0.08  # the ledger is steered back to the reserve over this long
 
 
 class Price:
