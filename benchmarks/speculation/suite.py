@@ -70,7 +70,9 @@ class Comparison:
             name: make for name, make in self._makers(shared, only).items() if only is None or name in only
         }
         setting = Setting(1.0, ttl_ms, self.start_ms)
-        self._bounds = [Oracle(trace, setting), Oracle(trace, setting, any_moment=True)]
+        self._bounds = [
+            Oracle(trace, setting, any_moment=any_moment) for any_moment in ((False,) if only else (False, True))
+        ]
 
     def run(self, budget: float) -> list[Result]:
         """One result per policy and bound."""
