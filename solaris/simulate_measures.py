@@ -22,6 +22,9 @@ PAIR_GAIN, USER_GAIN = 0.80, 0.35
 REQUEST_PAIRS = 11.6
 
 
+LEAST_GAP = 1e-3  # coverage; below this a share of the gap says nothing
+
+
 @dataclass(frozen=True)
 class Interval:
     """A measure and its 95 % interval over users."""
@@ -107,8 +110,10 @@ class Measures:
         hits, asked = self._resampled(result.hits), self._resampled(np.ones(len(self._trace)))
         return _interval(self.coverage(result), hits / (asked * self._trace.num_candidates))
 
-    def gap_closed(self, result: Result, reactive: Result, oracle: Result) -> Interval:
-        """(H - H reactive) / (H oracle - H reactive), users resampled together."""
+    def gap_closed(self, result: Result, reactive: Result, oracle: Result) -> Interval | None:
+        """(H - H reactive) / (H oracle - H reactive), users resampled together; None where there is no gap to close."""
+        if self.coverage(oracle) - self.coverage(reactive) < LEAST_GAP:
+            return None
         mine, low, high = (self._resampled(r.hits) for r in (result, reactive, oracle))
         point = (self.coverage(result) - self.coverage(reactive)) / (self.coverage(oracle) - self.coverage(reactive))
         return _interval(point, (mine - low) / np.maximum(high - low, 1e-9))

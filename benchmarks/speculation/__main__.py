@@ -20,7 +20,7 @@ from solaris.simulate_generate import Generator, generated_trace
 from solaris.trace import DAY_MS, HOUR_MS, Trace, kuairand_trace
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 1.0)
-TTLS_MS = (HOUR_MS, DAY_MS, 3 * DAY_MS)
+TTLS_MS = (DAY_MS, HOUR_MS, 3 * DAY_MS)
 BUDGET, TTL_MS = 0.1, DAY_MS
 SYNCHRONOUS_SHARE = 0.25
 QUICK_GENERATOR = Generator(num_users=600, num_candidates=40)
@@ -34,6 +34,7 @@ def run(trace: Trace, budgets: tuple[float, ...], ttls_ms: tuple[int, ...], only
         for budget in budgets:
             part = comparison.rows(budget)
             print_table(part)
+            append_csv(part)
             rows += part
     return rows
 
@@ -97,7 +98,6 @@ def main() -> None:
     generated = generated_trace(0, QUICK_GENERATOR if quick else Generator())
     generated_rows = run(generated, budgets, ttls, only)
     rows = real_rows + generated_rows
-    append_csv(rows)
     if not quick:
         plots(rows)
     traces = {

@@ -101,7 +101,11 @@ class Comparison:
                 ("gap_closed_exact", REACTIVE, "oracle"),
             ):
                 closed = measures.gap_closed(result, named[low], named[high])
-                row |= {key: closed.value, f"{key}_low": closed.low, f"{key}_high": closed.high}
+                row |= {
+                    key: closed and closed.value,
+                    f"{key}_low": closed and closed.low,
+                    f"{key}_high": closed and closed.high,
+                }
             rows.append(row)
         return rows
 
