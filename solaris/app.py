@@ -6,7 +6,7 @@ What is promised, and how:
   the bound of its concurrency; more of it is more workers, up to the number of partitions.
 - No order between topics beyond a batch, where served records come first. A slate that arrives after the events that follow it is a
   trigger itself, so the newest rows are the same in any order.
-- A broker that is away is waited for, before the start and later, with /ready at 503 and one log line a minute.
+- A broker or a store that is away is waited for, before the start and later, with /ready at 503 and one log line a minute.
 - Supervised restart is the platform's: if the agent crashes, or the consumer has stalled for `RESTART_LIMIT_S` with nothing in
   hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with code 0. A handler that
   never returns holds the process until it is killed, which loses nothing.
@@ -20,7 +20,7 @@ import logging
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ import faust
 import redis
 import torch
 from mode.supervisors import CrashingSupervisor
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from loopfm.represent import Representer
 from solaris.app_batches import Batches, BatchWorker
 from solaris.app_health import health_server
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.app_watch import RESTART_LIMIT_S, Watch
-from solaris.worker import GROUP, TOPICS, Worker, WorkerConfig
+from solaris.worker import GROUP, TOPICS, Worker
 from streams.log.delivery import Delivery
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_client import KafkaSecurity, servers, topic_specs
@@ -52,6 +54,8 @@ REBALANCE_TIMEOUT_S = 30.0
 """How long the others wait for a worker in a rebalance; nothing of ours holds one up, a batch in hand included."""
 DRAIN_PERIOD_S = 0.25
 """How often work that waits for budget is tried when no records come."""
+STORE_PROBE_S = 1.0
+"""How long the store may take to give a sign of life; a healthy one takes a millisecond."""
 STOP_POLL_S = 0.1
 """How often the running app looks whether it is to stop."""
 STOP_TIMEOUT_S = 20.0
@@ -143,8 +147,14 @@ def serve(
     *,
     topics: Sequence[str] = TOPICS,
     group: str = GROUP,
+    store: Callable[[], object] = lambda: None,
 ) -> int:
     """Works until `stop` is set, waiting for the broker first if need be; a crash sets it.
+
+    Args:
+        settings: of the process. worker: whose handler takes the records. log: the log that it consumes. stop: ends it.
+        topics: what to consume. group: the consumer's group.
+        store: asks for a sign of life of the worker's store, see `Watch`.
 
     Returns:
         exit code: 0 if stopped, 1 if the worker should be started again.
@@ -156,7 +166,7 @@ def serve(
     for name in ("aiokafka", "faust", "mode"):
         # The first floods in an outage, of which the watch tells; the others tell of every step.
         logging.getLogger(name).setLevel(logging.CRITICAL if name == "aiokafka" else logging.WARNING)
-    watch = Watch(log, group, topics, worker.metrics.registry)
+    watch = Watch(log, group, topics, worker.metrics.registry, store=store)
     waiting = Delivery(log, group, worker.handle, stop, log.rejected)
     with contextlib.ExitStack() as stack:
         if settings.health_port is not None:
@@ -217,13 +227,20 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
     """
     torch.set_num_threads(1)
     log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
-    config = WorkerConfig(slate_size=settings.slate_size, flops_per_s=settings.flops_per_s)
     client = redis.Redis.from_url(settings.redis_url)
-    worker = Worker(client, log, Representer.load(settings.gem, settings.autoencoder), config)
+    worker = Worker(client, log, Representer.load(settings.gem, settings.autoencoder), settings.worker_config())
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    return serve(settings, worker, log, stop)
+    return serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
+
+
+def store_probe(url: str) -> Callable[[], object]:
+    """Asks a store for a sign of life, on a connection of its own that neither waits nor tries again for long."""
+    client = redis.Redis.from_url(
+        url, socket_timeout=STORE_PROBE_S, socket_connect_timeout=STORE_PROBE_S, retry=Retry(NoBackoff(), 0)
+    )
+    return client.ping
 
 
 def _credentials(security: KafkaSecurity) -> Any:

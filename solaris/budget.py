@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,14 +37,25 @@ class TokenBucket:
         self._tokens = 0.0 if flops_per_s is None else flops_per_s * BURST_S
         self._then = clock()
 
-    def take(self, flops: float) -> bool:
-        """Spends the budget of one job if there is some left; one job may overdraw it, so that none is too large for ever."""
+    def jobs(self, flops: float, most: int) -> int:
+        """How many jobs of a cost may run together now, at most `most`; the last may overdraw, so that none is too large for ever."""
         if self.flops_per_s is None:
-            return True
+            return most
+        return min(most, max(math.ceil(self._filled() / flops), 0))
+
+    @property
+    def fill(self) -> float:
+        """Share of the burst that is left; negative when overdrawn, 1 without a bound."""
+        return 1.0 if self.flops_per_s is None else self._filled() / (self.flops_per_s * BURST_S)
+
+    def spend(self, flops: float) -> None:
+        """Takes the cost of a run."""
+        if self.flops_per_s is not None:
+            self._tokens = self._filled() - flops
+
+    def _filled(self) -> float:
+        rate = self.flops_per_s or 0.0
         now = self._clock()
-        self._tokens = min(self._tokens + (now - self._then) * self.flops_per_s, self.flops_per_s * BURST_S)
+        self._tokens = min(self._tokens + (now - self._then) * rate, rate * BURST_S)
         self._then = now
-        if self._tokens <= 0:
-            return False
-        self._tokens -= flops
-        return True
+        return self._tokens

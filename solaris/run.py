@@ -13,7 +13,7 @@ import torch
 from loopfm.represent import Representer
 from solaris.app_health import health_server
 from solaris.settings import WorkerSettings
-from solaris.worker import Worker, WorkerConfig
+from solaris.worker import Worker
 from streams.log.valkey import ValkeyLog
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ def run_worker(settings: WorkerSettings) -> None:
     representer = Representer.load(settings.gem, settings.autoencoder)
     client = redis.Redis.from_url(settings.redis_url)
     log = ValkeyLog(client)
-    config = WorkerConfig(slate_size=settings.slate_size, flops_per_s=settings.flops_per_s)
-    worker = Worker(client, log, representer, config)
+    worker = Worker(client, log, representer, settings.worker_config())
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -1,11 +1,13 @@
 """Which pairs are about to be asked for, and how much it is worth to have them.
 
-The first guess is the ranker's own: the ads that it scored best for a user are those that it will be asked about next. A user's slate
-is kept in the store, so that workers hold no state that a restart could lose; his activity is the moment to compute it anew.
+The first guess is the ranker's own: what it was asked about for a user, it will be asked about again, the best before the rest. A
+user's slate is kept in the store, so that workers hold no state that a restart could lose; his activity is the moment to compute it
+anew. What a pair is worth is learned from the served log (`solaris.outlook`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,71 +15,168 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from streams.features import SLATE
+from solaris.budget import Cost
+from solaris.outlook import Outlook, Slate
+from streams.features import SLATE, FmLayout
 from streams.levels import Level
 from streams.requests import ServedRequest
-from streams.store import EmbeddingStore, Rows
+from streams.store import EmbeddingStore, Rows, lookup
 
 SLATE_TTL_MS = 7 * 86_400_000
 SLATE_VERSION = 0  # a slate belongs to no model
-MISS = Level.PAIR_STALE  # below this level a served candidate is a miss
+SLATE_DIM = 4  # surface, rank, logit, level; as f16, which holds whole numbers up to 2,048
+MAX_LOGIT = 15.0
+MAX_WORTHS = 100_000  # users whose slate's worth is remembered
 
 
 @dataclass(frozen=True)
-class Slate:
-    """A user's speculated ads: u8[n], and the surface on which they are expected."""
+class Plan:
+    """What to compute of one user.
+
+    Attributes:
+        ads: u8[n]; values: f4[n], expected gain of each pair's row.
+        surface: for which the pairs are computed.
+        flops: cost. worthwhile: whether the gain pays for f_R as well.
+        asked: f4[m], expected gain of all pairs of the slate, chosen or not.
+    """
 
     ads: NDArray[np.uint64]
+    values: NDArray[np.float32]
     surface: int
+    flops: float
+    worthwhile: bool
+    asked: NDArray[np.float32]
 
 
 class Speculator:
-    """Turns served requests into slates, and slates into jobs' candidates.
+    """Turns served requests into slates, and slates into plans.
 
     Args:
         client: of the store.
-        slate_size: ads kept of a user: the newest slates' best.
+        layout: of the rows.
+        version: FM version whose rows count as there.
+        cost: of the FM.
+        slate_size: ads kept of a user: the newest requests' best.
     """
 
-    def __init__(self, client: redis.Redis, slate_size: int) -> None:
+    def __init__(self, client: redis.Redis, layout: FmLayout, version: int, cost: Cost, slate_size: int) -> None:
         if slate_size < 1:
             raise ValueError(f"slate_size must be at least 1, found {slate_size}")
         self.slate_size = slate_size
-        self._store = EmbeddingStore(
-            client, kind=SLATE, dim=1, max_rows=slate_size, ttl_ms=SLATE_TTL_MS, failover_ttl_ms=SLATE_TTL_MS
+        self.outlook = Outlook(layout.ttl_ms)
+        self.store = EmbeddingStore(
+            client, kind=SLATE, dim=SLATE_DIM, max_rows=slate_size, ttl_ms=SLATE_TTL_MS, failover_ttl_ms=SLATE_TTL_MS
         )
+        self._layout, self._version, self._cost = layout, version, cost
+        self._worths: OrderedDict[int, float] = OrderedDict()
+        self._mean_worth = 1.0
 
-    def remember(self, served: Sequence[ServedRequest]) -> dict[int, float]:
-        """Keeps the slates of served requests; returns the value of computing each user's rows now."""
-        slates: dict[int, list[ServedRequest]] = {}
-        for request in served:
-            slates.setdefault(request.user, []).append(request)
-        rows = [(user, self._rows(request)) for user, requests in slates.items() for request in requests]
-        if rows:
-            self._store.write([user for user, _ in rows], [row for _, row in rows])
-        return {user: max(self.value(request) for request in requests) for user, requests in slates.items()}
+    def remember(self, served: Sequence[ServedRequest]) -> None:
+        """Keeps the slates of served requests and learns from those that are new."""
+        if not served:
+            return
+        users = np.array(sorted({request.user for request in served}), dtype=np.uint64)
+        replies = self.store.raw_many(users)
+        last = {int(user): slate_of(self.store.decode(reply)) for user, reply in zip(users, replies, strict=True)}
+        rows = []
+        for request in sorted(served, key=lambda one: one.time_ms):
+            slate = self._slate(request)
+            rows.append((request.user, _rows(slate, self.slate_size)))
+            before = last[request.user]
+            if len(slate.ads) and slate.time_ms > before.time_ms:
+                self.outlook.learn(before, slate)
+                self.outlook.returns.observe(request.user, slate.time_ms)
+                self.outlook.trends.observe(slate.ads, slate.time_ms)
+                self._remember_worth(request.user, slate)
+                last[request.user] = slate
+        self.store.write([user for user, _ in rows], [row for _, row in rows])
 
-    def slates(self, users: NDArray[np.uint64]) -> list[Slate]:
-        """The slate of each user; empty where none is known."""
-        return [self._slate(rows) for rows in self._store.read_many(users)]
+    def value(self, user: int) -> float:
+        """Expected gain of computing a user's rows now; asked before anything of him is read."""
+        return self.outlook.returns.expect(user) * self._worths.get(user, self._mean_worth)
 
-    @staticmethod
-    def value(served: ServedRequest) -> float:
-        """Expected gain of computing a request's slate: its misses, each weighted by the score that its ad got."""
-        return float(sum(score for score, level in zip(served.scores, served.levels, strict=True) if level < MISS))
+    def plan(self, users: Sequence[int], slates: Sequence[Slate], rows: Sequence[Rows], price: float) -> list[Plan]:
+        """Chooses the pairs that are worth more than they cost.
 
-    def _rows(self, served: ServedRequest) -> Rows:
-        ads = np.array(served.ads[: self.slate_size], dtype=np.uint64)
-        num = len(ads)
-        return Rows(
+        Args:
+            users: who. slates: theirs. rows: their pair rows as they stand, vectors not needed.
+            price: gain that a FLOP must bring; at 0 whole slates are computed.
+        """
+        if not users:
+            return []
+        sizes = [len(slate.ads) for slate in slates]
+        level = np.concatenate([self._levels(slate, own) for slate, own in zip(slates, rows, strict=True)])
+        visits = np.repeat([self.outlook.returns.expect(user) for user in users], sizes)
+        values = self.outlook.persistence(Slate.concatenate(slates)) * self.outlook.gains()[level] * visits
+        plans, start = [], 0
+        least, request = price * self._cost.pair_flops, price * self._cost.request_flops
+        for slate, size in zip(slates, sizes, strict=True):
+            own = values[start : start + size].astype(np.float32)
+            chosen = np.flatnonzero(own > least) if price > 0 else np.arange(size)
+            plans.append(
+                Plan(
+                    ads=slate.ads[chosen],
+                    values=own[chosen],
+                    surface=slate.surface,
+                    flops=self._cost.of(len(chosen)),
+                    worthwhile=price <= 0 or float((own[chosen] - least).sum()) > request,
+                    asked=own,
+                )
+            )
+            start += size
+        return plans
+
+    def _levels(self, slate: Slate, rows: Rows) -> NDArray[np.int64]:
+        """What a candidate would be served with now: its row, or else what was read for it, unless that was a row that has gone."""
+        ttl_ms, failover_ttl_ms = self._layout.ttl_ms, self._layout.failover_ttl_ms
+        _, level, _ = lookup(rows, slate.ads, slate.time_ms + 1, self._version, ttl_ms, failover_ttl_ms)
+        return np.where(level == Level.NONE, np.minimum(slate.levels, Level.USER_AGGREGATE), level)
+
+    def _slate(self, served: ServedRequest) -> Slate:
+        scores = np.clip(np.array(served.scores, dtype=np.float64), 1e-6, 1 - 1e-6)
+        ads = np.array(served.ads, dtype=np.uint64)
+        return Slate(
             ads=ads,
-            state_ms=np.full(num, served.time_ms, dtype=np.int64),
-            versions=np.full(num, SLATE_VERSION, dtype=np.uint64),
-            vectors=np.full((num, 1), served.surface, dtype=np.float32),
+            ranks=np.arange(len(ads)),
+            logits=np.log(scores / (1 - scores)),
+            levels=np.clip(np.array(served.levels, dtype=np.int64), 0, max(Level)),
+            surface=served.surface,
+            time_ms=served.time_ms,
         )
 
-    @staticmethod
-    def _slate(rows: Rows) -> Slate:
-        if not len(rows.ads):
-            return Slate(rows.ads, 0)
-        return Slate(rows.ads, int(rows.vectors[rows.state_ms.argmax(), 0]))
+    def _remember_worth(self, user: int, slate: Slate) -> None:
+        worth = float((self.outlook.persistence(slate) * self.outlook.gains()[slate.levels]).sum())
+        self._mean_worth += 0.01 * (worth - self._mean_worth)
+        self._worths[user] = worth
+        self._worths.move_to_end(user)
+        if len(self._worths) > MAX_WORTHS:
+            self._worths.popitem(last=False)
+
+
+def slate_of(rows: Rows) -> Slate:
+    """A stored slate; empty where none is known."""
+    if not len(rows.ads):
+        none = np.zeros(0, dtype=np.int64)
+        return Slate(rows.ads, none, np.zeros(0), none, 0, 0)
+    surface, rank, logit, level = rows.vectors.T
+    newest = int(rows.state_ms.argmax())
+    return Slate(
+        ads=rows.ads,
+        ranks=rank.astype(np.int64),
+        logits=logit.astype(np.float64),
+        levels=level.astype(np.int64),
+        surface=int(surface[newest]),
+        time_ms=int(rows.state_ms[newest]),
+    )
+
+
+def _rows(slate: Slate, most: int) -> Rows:
+    ads = slate.ads[:most]
+    num = len(ads)
+    columns = [np.full(num, slate.surface), slate.ranks[:num], slate.logits[:num], slate.levels[:num]]
+    return Rows(
+        ads=ads,
+        state_ms=np.full(num, slate.time_ms, dtype=np.int64),
+        versions=np.full(num, SLATE_VERSION, dtype=np.uint64),
+        vectors=np.stack(columns, axis=1).astype(np.float32),
+    )

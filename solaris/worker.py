@@ -10,33 +10,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import redis
-from numpy.typing import NDArray
 
 from loopfm.represent import Representer
 from solaris.budget import Cost, TokenBucket
+from solaris.compute import FOREVER_MS, Computer, Done
 from solaris.metrics import WorkerMetrics
+from solaris.price import Price
 from solaris.queue import Job, SpeculationQueue
-from solaris.speculator import Slate, Speculator
+from solaris.refill import Refill
+from solaris.speculator import Speculator
 from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row
-from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.log import ActivityLog, Record, Retry, reject
 from streams.log.delivery import CLIENT_OUTAGES
 from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, decode_served
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
-from streams.store import Rows, StoreContentionError
+from streams.store import StoreContentionError
 from streams.user_log import UserLog
 
 GROUP = "solaris"
 TOPICS = (SERVED_TOPIC, ACTIVITY_TOPIC)  # slates before the events that trigger them
-EVENT_VALUE = 1.0  # an event is worth as much as one certain miss
-FOREVER_MS = 2**53  # above any event time, and exact as a score of the log
+REFILL_SHARE = 0.01  # value of refilling a user after a change of the FM, against one who was just active
 
 STORE_OUTAGES = (*CLIENT_OUTAGES, OSError, StoreContentionError)
 """What passes by itself: the same work may be tried again as it is."""
@@ -52,17 +51,21 @@ class WorkerConfig:
         slate_size: pairs speculated per user.
         micro_batch: users of one FM run.
         max_jobs: users that wait at most.
-        max_rows: pair rows that the store keeps of a user.
+        max_rows: pair rows that the store keeps of a user, which bounds his bytes.
+        min_events: new events that a user must have before f_R runs for him again.
         flops_per_s: FM budget; None = unbounded.
         max_records: records of one batch.
+        event_values: by name of an event type, how many plain events such an event is worth; the greatest counts.
     """
 
     slate_size: int = 100
-    micro_batch: int = 32
+    micro_batch: int = 64
     max_jobs: int = 10_000
     max_rows: int = 1_024
+    min_events: int = 1
     flops_per_s: float | None = None
     max_records: int = 512
+    event_values: Mapping[str, float] = field(default_factory=dict)
 
 
 class Worker:
@@ -70,17 +73,19 @@ class Worker:
 
     def __init__(self, client: redis.Redis, log: ActivityLog, representer: Representer, config: WorkerConfig) -> None:
         self.config, self.metrics = config, WorkerMetrics()
-        self._log, self._representer = log, representer
+        self._log = log
         self._schema: FeatureSchema = representer.engine.encoder.schema
-        self._client = client
+        self._event_values = event_values(config.event_values, self._schema)
         self._events = UserLog(client)
-        self._speculator = Speculator(client, config.slate_size)
-        layout = representer.layout
-        self._pairs = store_of(client, PAIRS, layout, max_rows=config.max_rows)
-        self._users = store_of(client, USER, layout, max_rows=1)
+        self._cost = Cost(*representer.engine.flops())
+        self._speculator = Speculator(client, representer.layout, representer.version, self._cost, config.slate_size)
+        self._computer = Computer(
+            client, representer, self._speculator, max_rows=config.max_rows, min_events=config.min_events
+        )
         self._queue = SpeculationQueue(config.max_jobs)
         self._bucket = TokenBucket(config.flops_per_s)
-        self._cost = Cost(*representer.engine.flops())
+        self._price = Price(config.flops_per_s)
+        self._refill = Refill(client, self._computer.users, representer.version)
 
     def run(self, consumer: str, stop: threading.Event) -> None:
         """Consumes until `stop` is set."""
@@ -102,39 +107,48 @@ class Worker:
         """
         try:
             served = self._served(records)
-            gains = self._speculator.remember(served)
+            self._speculator.remember(served)
             # The impressions of a request follow it at once and change what the FM knows of the user: they are the moment to
             # compute, and a run for the served request alone would be thrown away.
-            due = Counter(self._append(records))
+            due = self._append(records)
             for user in self._overtaken(served, due):
-                due[user] += 1
+                due[user] = 1.0
             for user, events in due.items():
-                self._queue.put(Job(user, gains.get(user, 0.0) + EVENT_VALUE * events))
-            self.drain()
+                self._queue.put(Job(user, self._speculator.value(user) * events))
+            self._work()
         except STORE_OUTAGES as error:
             raise Retry(f"the store is away: {error}") from error
 
     def drain(self) -> None:
-        """Runs waiting jobs, best first, as far as the budget goes.
+        """Runs waiting jobs as far as the budget goes; with nothing to do, looks for rows that an older FM made.
 
         Raises:
             Retry: the store is away; the jobs wait on.
         """
-        while True:
-            jobs = self._next_jobs()
-            self.metrics.queue(len(self._queue), self._queue.dropped, self._queue.coalesced)
-            if not jobs:
-                return
+        try:
+            self._work()
+            if not len(self._queue):
+                for user in self._refill.step():
+                    self._queue.put(Job(user, self._speculator.value(user) * REFILL_SHARE))
+        except STORE_OUTAGES as error:
+            raise Retry(f"the store is away: {error}") from error
+
+    def _work(self) -> None:
+        if self._refill.retired is None:
+            self._computer.pairs.retired = self._computer.users.retired = self._refill.start()
+        while jobs := self._next_jobs():
             self._run_jobs(jobs)
+        self.metrics.queue(self._queue, self._price.value)
 
     def _run_jobs(self, jobs: list[Job]) -> None:
         """Runs jobs together; if they fail, one by one, and a user whose job cannot be done is left out and counted."""
+        start = time.perf_counter()
         try:
-            self.compute(np.array([job.user for job in jobs], dtype=np.uint64))
-        except STORE_OUTAGES as error:
+            done = self.compute([job.user for job in jobs])
+        except STORE_OUTAGES:
             for job in jobs:
                 self._queue.put(job)
-            raise Retry(f"the store is away: {error}") from error
+            raise
         except Exception:
             if len(jobs) > 1:
                 for job in jobs:
@@ -142,15 +156,19 @@ class Worker:
                 return
             logger.exception("the rows of user %016x cannot be computed", jobs[0].user)
             self.metrics.failed.inc()
+            return
+        self._bucket.spend(done.flops)
+        self._price.observe(done.asked, self._cost.pair_flops, self._bucket.fill)
+        self.metrics.ran(done, time.perf_counter() - start)
+
+    def compute(self, users: Sequence[int]) -> Done:
+        """Computes and writes the rows of distinct users as their logs and slates stand."""
+        return self._computer.run(users, self._price.value)
 
     def _next_jobs(self) -> list[Job]:
+        most = self._bucket.jobs(self._cost.of(self.config.slate_size), self.config.micro_batch)
         jobs: list[Job] = []
-        while len(jobs) < self.config.micro_batch and len(self._queue):
-            if not self._bucket.take(self._cost.of(self.config.slate_size)):
-                break
-            job = self._queue.pop()
-            if job is None:
-                break
+        while len(jobs) < most and (job := self._queue.pop()) is not None:
             jobs.append(job)
         return jobs
 
@@ -169,8 +187,8 @@ class Worker:
                     self._reject(record, str(error))
         return served
 
-    def _append(self, records: Sequence[Record]) -> list[int]:
-        """Appends events to the user log; returns whose."""
+    def _append(self, records: Sequence[Record]) -> dict[int, float]:
+        """Appends events to the user log; returns whose, and how many plain events theirs are worth."""
         users, rows = [], []
         for record in records:
             if record.topic == ACTIVITY_TOPIC:
@@ -181,12 +199,19 @@ class Worker:
                     continue
                 users.append(user)
                 rows.append(row)
+        due: dict[int, float] = {}
         if users:
-            new = self._events.append(np.array(users, dtype=np.uint64), np.array(rows, dtype=LOG_ROW))
+            array = np.array(rows, dtype=LOG_ROW)
+            new = self._events.append(np.array(users, dtype=np.uint64), array)
             self.metrics.events(len(users), new)
-        return users
+            for user, mask in zip(users, array["actions"].tolist(), strict=True):
+                due[user] = due.get(user, 0.0) + self._event_value(mask)
+        return due
 
-    def _overtaken(self, served: Sequence[ServedRequest], due: Counter[int]) -> list[int]:
+    def _event_value(self, mask: int) -> float:
+        return max((value for bit, value in self._event_values if mask >> bit & 1), default=1.0)
+
+    def _overtaken(self, served: Sequence[ServedRequest], due: Mapping[int, float]) -> list[int]:
         """Users whose slate came after the events that follow it, as happens between topics: nothing else would trigger them."""
         asked = {request.user: request.time_ms for request in served if request.user not in due}
         users = np.fromiter(asked, dtype=np.uint64, count=len(asked))
@@ -202,48 +227,19 @@ class Worker:
         reject(self._log, record, reason)
         self.metrics.rejected.labels(record.topic).inc()
 
-    def compute(self, users: NDArray[np.uint64]) -> None:
-        """Computes and writes the rows of users as their logs and slates stand."""
-        start = time.perf_counter()
-        slates = self._speculator.slates(users)
-        history, offsets = self._events.histories(
-            users, np.full(len(users), FOREVER_MS, dtype=np.int64), self._representer.engine.history
+
+def event_values(values: Mapping[str, float], schema: FeatureSchema) -> list[tuple[int, float]]:
+    """(bit of the event type, value) of each name.
+
+    Raises:
+        ValueError: naming an event type that the schema does not have, or a value that is not positive.
+    """
+    unknown = sorted(set(values) - set(schema.event_types))
+    if unknown:
+        raise ValueError(
+            f"unknown event type {unknown[0]!r} in event_values; legal values: {', '.join(schema.event_types)}"
         )
-        # A user without any event has no state to compute; his first event will bring him back.
-        counts = np.diff(offsets)
-        kept = np.flatnonzero(counts > 0)
-        if not len(kept):
-            return
-        users, slates = users[kept], [slates[i] for i in kept]
-        offsets = np.concatenate([[0], np.cumsum(counts[kept])])
-        state_ms = history["time_ms"][offsets[1:] - 1]
-        self._write(users, slates, state_ms, history, offsets)
-        self.metrics.ran(len(users), sum(len(slate.ads) for slate in slates), time.perf_counter() - start)
-
-    def _write(
-        self,
-        users: NDArray[np.uint64],
-        slates: list[Slate],
-        state_ms: NDArray[np.int64],
-        history: NDArray[np.void],
-        offsets: NDArray[np.int64],
-    ) -> None:
-        sizes = np.array([len(slate.ads) for slate in slates])
-        ads = np.concatenate([slate.ads for slate in slates])
-        surfaces = np.array([slate.surface for slate in slates])
-        owner = np.repeat(np.arange(len(users)), sizes)
-        embeddings, pairs = self._representer.at_states(users, state_ms, surfaces, history, offsets, ads, owner)
-        cuts = np.concatenate([[0], np.cumsum(sizes)])
-        own = self._representer.user_rows(embeddings, pairs, cuts, ads)
-        version = self._representer.version
-        with_slate = np.flatnonzero(sizes > 0)
-        self._pairs.write(
-            users[with_slate],
-            [_rows(ads[cuts[b] : cuts[b + 1]], state_ms[b], version, pairs[cuts[b] : cuts[b + 1]]) for b in with_slate],
-        )
-        own_ad = np.array([USER_ROW], dtype=np.uint64)
-        self._users.write(users, [_rows(own_ad, state_ms[b], version, own[b : b + 1]) for b in range(len(users))])
-
-
-def _rows(ads: NDArray[np.uint64], state_ms: int, version: int, vectors: NDArray[np.float32]) -> Rows:
-    return Rows(ads, np.full(len(ads), state_ms, dtype=np.int64), np.full(len(ads), version, dtype=np.uint64), vectors)
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"event_values: {name} is worth {value}, expected a positive number")
+    return [(schema.event_types.index(name), float(value)) for name, value in values.items()]

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import redis
 
+from solaris.compute import Done
+from solaris.speculator import SLATE_DIM
 from solaris.worker import GROUP, TOPICS
 from streams.embedded import EmbeddedValkey
 from streams.events import ACTIVITY_TOPIC, encode_event
@@ -85,7 +87,7 @@ def contents(client: redis.Redis, system: System) -> dict[str, object]:
         if kind == "log":
             found[name] = client.zrange(key, 0, -1)
         else:
-            dim = {PAIRS: layout.pair_dim, USER: layout.user_row_dim, SLATE: 1}[kind]
+            dim = {PAIRS: layout.pair_dim, USER: layout.user_row_dim, SLATE: SLATE_DIM}[kind]
             found[name] = EmbeddingStore(client, kind=kind, dim=dim, ttl_ms=1, failover_ttl_ms=1).decode(
                 client.get(key)
             )
@@ -283,13 +285,13 @@ def test_a_user_whose_job_fails_is_left_out_and_the_others_go_on(
     client = store.client()
     worker = system.worker(client, slate_size=NUM_ADS)
     records = [Record(*record, "0") for record in traffic(system, 30)]
-    cursed = np.uint64(int(records[0].key, 16))
+    cursed = int(records[0].key, 16)
     compute = worker.compute
 
-    def fail_for_one(users: np.ndarray) -> None:
+    def fail_for_one(users: Sequence[int]) -> Done:
         if cursed in users:
             raise IndexError("no such row")
-        compute(users)
+        return compute(users)
 
     monkeypatch.setattr(worker, "compute", fail_for_one)
     worker.handle(records)

@@ -11,6 +11,7 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streams.codec
 import streams.store
 from streams.store import EmbeddingStore, Rows, StoreContentionError
 from streams.user_log import UserLog
@@ -60,8 +61,8 @@ class Interrupted(EmbeddingStore):
 
     interruptions: list[Callable[[], object]]
 
-    def _get(self, users: Any) -> list[bytes | None]:
-        replies = super()._get(users)
+    def raw_many(self, users: Any) -> list[bytes | None]:
+        replies = super().raw_many(users)
         if self.interruptions:
             self.interruptions.pop(0)()
         return replies
@@ -185,13 +186,13 @@ def test_vectors_come_back_within_their_precision(client: redis.Redis, dtype: st
         assert (found.vectors == vectors[order].astype(np.float16).astype(np.float32)).all()
     else:
         assert (error <= peak / 254 * 1.001).all()
-    assert client.strlen(KEY) == 24 + 500 * (24 + (128 if dtype == "f16" else 68))
+    assert client.strlen(KEY) == 24 + 500 * (26 + (128 if dtype == "f16" else 68))
 
 
 def test_every_half_is_widened_exactly() -> None:
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
     halves = halves[np.isfinite(halves)]
-    assert (streams.store._widen(halves).view(np.uint32) == halves.astype(np.float32).view(np.uint32)).all()
+    assert (streams.codec._widen(halves).view(np.uint32) == halves.astype(np.float32).view(np.uint32)).all()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_the_server_forgets_after_the_failover_ttl(client: redis.Redis) -> None:
         lambda value: b"",
         lambda value: value + b"\0",
         lambda value: b"XXXX" + value[4:],
-        lambda value: value[:4] + b"\x02" + value[5:],
+        lambda value: value[:4] + b"\x01" + value[5:],
         lambda value: value[:5] + b"\x02" + value[6:],
         lambda value: value[:6] + b"\x04" + value[7:],
         lambda value: value[:8] + b"\xff\xff\xff\xff" + value[12:],
@@ -304,3 +305,47 @@ def test_shapes_that_do_not_fit_are_refused(client: redis.Redis) -> None:
     with pytest.raises(ValueError, match=r"user 7: .*state_ms \(2,\)"):
         store.write([7], [Rows(rows.ads, np.zeros(2, np.int64), rows.versions, rows.vectors)])
     assert client.dbsize() == 0
+
+
+def test_at_the_bound_the_rows_worth_most_stay(client: redis.Redis) -> None:
+    """Worth halves with age: an old row stays only if it was worth enough more than the new ones."""
+    store = store_of(client, max_rows=3)
+    hours = streams.store.WORTH_HALF_LIFE_MS
+    worth = {1: 16.0, 2: 2.0, 3: 0.25, 4: 1.0, 5: 8.0}
+    state_ms = {1: 0, 2: hours, 3: 3 * hours, 4: 2 * hours, 5: 2 * hours}
+    # Gain now, one half-life a step: 16/8, 2/4, .25/1, 1/2 and 8/2, the second and fourth alike but for the greater ad.
+    orders = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1], [3, 1, 5, 2, 4]]
+    for order in orders:
+        client.flushall()
+        for ad in order:
+            rows = rows_of([(ad, state_ms[ad], 1, 0.5)])
+            store.write(
+                [7], [Rows(rows.ads, rows.state_ms, rows.versions, rows.vectors, np.array([worth[ad]], np.float32))]
+            )
+        assert store.read(7).ads.tolist() == [1, 4, 5], order
+
+
+def test_rows_of_replaced_models_go_with_the_next_write(client: redis.Redis) -> None:
+    old, new = store_of(client), store_of(client)
+    new.retired = frozenset({9})
+    old.write([7, 8], [rows_of([(1, 50, 9, 0.5), (2, 50, 9, 0.5)]), rows_of([(1, 50, 9, 0.5)])])
+    new.write([7], [rows_of([(2, 50, 3, 0.25)])])
+    assert columns(new.read(7)) == [(2, 50, 3)], "whatever the order of the two versions"
+    assert columns(new.read(8)) == [(1, 50, 9)], "not written yet"
+
+
+def test_what_was_read_before_is_not_read_again(client: redis.Redis) -> None:
+    store = Interrupted(client, kind="pairs", dim=DIM, ttl_ms=1, failover_ttl_ms=60_000)
+    store.interruptions = []
+    store.write([7], [rows_of([(1, 1, 1, 0.5)])])
+    seen = EmbeddingStore.raw_many(store, [7, 8])
+    store.interruptions = [lambda: pytest.fail("it was read again")]
+    assert store.write([7, 8], [rows_of([(2, 2, 1, 0.5)]), rows_of([(3, 2, 1, 0.5)])], seen) == 2
+    store.interruptions = []
+    assert columns(store.read(7)) == [(1, 1, 1), (2, 2, 1)]
+    assert store.write([7, 8], [rows_of([(4, 3, 1, 0.5)]), rows_of([(3, 1, 1, 0.5)])], seen) == 1, (
+        "another writer came between"
+    )
+    assert columns(store.read(7)) == [(1, 1, 1), (2, 2, 1), (4, 3, 1)]
+    with pytest.raises(ValueError, match="1 values"):
+        store.write([7, 8], [rows_of([]), rows_of([])], seen[:1])
