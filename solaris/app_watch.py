@@ -1,7 +1,7 @@
 """Watches a consumer from outside: what the broker says of the group's progress decides whether the worker is ready.
 
 A consumer can die while its process, and even its connection, stays up. So nothing here trusts the consumer: a thread asks the
-broker for the end of each partition and for what the group has committed.
+broker for the end of each partition and for what the group has committed, and the store whether it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import redis
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from streams.log import LogUnavailable
@@ -40,6 +41,8 @@ class Watch:
         topics: what it consumes.
         registry: of the worker's metrics.
         clock: seconds, monotonic.
+        store: asks the store for a sign of life, within a time that it bounds itself; raises a `RedisError` or an `OSError`
+            if there is none.
     """
 
     def __init__(
@@ -49,10 +52,11 @@ class Watch:
         topics: Sequence[str],
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
+        store: Callable[[], object] = lambda: None,
     ) -> None:
-        self._log, self._group, self._topics, self._clock = log, group, topics, clock
+        self._log, self._group, self._topics, self._clock, self._store = log, group, topics, clock, store
         self._assigned: frozenset[Place] | None = None
-        self._broker_answers = False
+        self._broker_answers, self._store_answers = False, True
         self._behind = 0
         self._watched: tuple[object, ...] = ()
         self._progress_s = clock()
@@ -83,6 +87,8 @@ class Watch:
         stalled_s = self.stalled_s
         if not self._broker_answers:
             status = "the broker is away"
+        elif not self._store_answers:
+            status = "the store is away"
         elif self._assigned is None:
             status = "not in the group yet"
         elif stalled_s > STALL_LIMIT_S:
@@ -92,7 +98,14 @@ class Watch:
         return status == "ready", {"status": status, "lag": self._behind, "stalled_s": round(stalled_s, 1)}
 
     def probe(self) -> None:
-        """Asks the broker once."""
+        """Asks the store and the broker once."""
+        try:
+            self._store()
+            self._store_answers = True
+        except (redis.RedisError, OSError):
+            # No line: the delivery writes one as soon as a record waits for the store.
+            self._store_answers = False
+            self.errors.labels("store").inc()
         try:
             found = {topic: self._log.positions(topic, self._group) for topic in self._topics}
         except LogUnavailable as error:
