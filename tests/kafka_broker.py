@@ -14,10 +14,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +162,27 @@ def broker() -> Iterator[Broker]:
 def unique() -> str:
     """A name for topics and groups that no other test has used on this broker."""
     return uuid.uuid4().hex[:12]
+
+
+@contextlib.contextmanager
+def knocks(address: str) -> Iterator[list[str]]:
+    """Names of the threads that try to connect to an address, once for each try of this process."""
+    host, _, port = address.partition(":")
+    found: list[str] = []
+    methods = {name: getattr(socket.socket, name) for name in ("connect", "connect_ex")}
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(self: socket.socket, to: Any) -> Any:
+            if to[:2] == (host, int(port)):
+                found.append(threading.current_thread().name)
+            return method(self, to)
+
+        return connect
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, method in methods.items():
+            patch.setattr(socket.socket, name, noting(method))
+        yield found
 
 
 def _free_ports(number: int) -> list[int]:

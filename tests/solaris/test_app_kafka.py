@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ from streams.log.kafka_client import topic_specs
 from streams.log.kafka_consumer import SESSION_TIMEOUT_MS
 from streams.rows import LOG_ROW
 from streams.user_log import UserLog
-from tests.kafka_broker import Broker
+from tests.kafka_broker import Broker, knocks
 
 DEADLINE_S = 60.0
 PARTITIONS = 4
@@ -112,18 +113,18 @@ def settings_of(address: str, port: int | None = None) -> KafkaWorkerSettings:
 class Running:
     """A worker in a thread, and how to ask for its health."""
 
-    def __init__(self, address: str, worker: Any, unique: str) -> None:
+    def __init__(self, address: str, worker: Any, unique: str, **options: Any) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.stop, self.codes = threading.Event(), list[int]()
         self.url = f"http://127.0.0.1:{port}"
         self.log = KafkaLog(address)
-        topics = topics_of(unique)
+        options = {"topics": topics_of(unique), **options}
 
         def run() -> None:
             settings = settings_of(address, port)
-            self.codes.append(serve(settings, worker, self.log, self.stop, topics=topics, group=unique))
+            self.codes.append(serve(settings, worker, self.log, self.stop, group=unique, **options))
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
@@ -134,6 +135,9 @@ class Running:
         except httpx.ConnectError:
             return False
 
+    def status(self) -> str:
+        return str(httpx.get(f"{self.url}/ready", timeout=5).json()["status"])
+
     def ended(self) -> int:
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive()
@@ -142,9 +146,9 @@ class Running:
 
 
 @contextmanager
-def running(address: str, worker: Any, unique: str) -> Iterator[Running]:
-    """A worker that has to end in order."""
-    started = Running(address, worker, unique)
+def running(address: str, worker: Any, unique: str, **options: Any) -> Iterator[Running]:
+    """A worker that has to end in order. Options are those of `serve`."""
+    started = Running(address, worker, unique, **options)
     try:
         yield started
     finally:
@@ -310,6 +314,9 @@ def test_the_broker_may_be_away_at_the_start_and_later(
         wait_until(lambda: len(published) >= 100 and len(worker.records) > 0)
         broker.kill()
         wait_until(lambda: not app.ready())
+        with knocks(broker.address) as tries:
+            time.sleep(3)
+        assert 0 < len(tries) <= 300, Counter(tries)  # consumer, watch and producer together
         broker.start()
         producer.join(DEADLINE_S)
         wait_until(lambda: lag(log, unique) == 0)
