@@ -25,7 +25,7 @@ class WorkerSettings(BaseSettings):
     slate_size: int = Field(100, ge=1)
     min_events: int = Field(1, ge=1, description="new events of a user before the FM's request side runs for him again")
     event_values: dict[str, float] = Field(
-        default_factory=dict, description='by event type, how many plain events one is worth, such as {"like": 5}'
+        default_factory=dict, description='by event type, how many plain events one is worth, such as {"is_like": 5}'
     )
     max_rows: int = Field(1_024, ge=1, description="pair rows that the store keeps of a user, which bounds his bytes")
     flops_per_s: float | None = Field(None, gt=0, description="FM budget; unbounded where absent")

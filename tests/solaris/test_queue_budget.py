@@ -58,6 +58,59 @@ def test_overload_does_not_grow_the_queue() -> None:
     assert len(drained(queue)) == 10
 
 
+def test_waiting_counts_so_that_nobody_starves() -> None:
+    now = 0.0
+    queue = SpeculationQueue(100, patience_s=10.0, clock=lambda: now)
+    queue.put(Job(0, 1.0))
+    popped = []
+    for number in range(1, 100):
+        now += 1.0
+        queue.put(Job(number, 20.0))
+        job = queue.pop()
+        assert job is not None
+        popped.append(job.user)
+    # ln(20) x 10 s = 30 s is what a value of 20 is ahead of a value of 1; each second one job comes and one goes.
+    assert popped.index(0) in (29, 30, 31)
+    assert queue.oldest_s < 2.0
+
+
+def test_a_raised_job_keeps_its_age() -> None:
+    now = 0.0
+    queue = SpeculationQueue(10, patience_s=10.0, clock=lambda: now)
+    queue.put(Job(1, 1.0))
+    now = 5.0
+    queue.put(Job(2, 2.0))
+    queue.put(Job(1, 2.0))
+    assert queue.oldest_s == 5.0
+    assert [user for user, _ in drained(queue)] == [1, 2]
+
+
+def test_a_user_who_triggers_without_end_gets_behind_the_others() -> None:
+    now = 0.0
+    queue = SpeculationQueue(100, clock=lambda: now)
+    runs: dict[int, int] = {}
+    for step in range(400):
+        now += 0.1
+        queue.put(Job(0, 3.0))  # always there, and worth more
+        queue.put(Job(1 + step % 10, 1.0))
+        job = queue.pop()
+        assert job is not None
+        runs[job.user] = runs.get(job.user, 0) + 1
+    assert set(runs) == set(range(11))
+    assert runs[0] < 0.35 * 400, "worth three times as much, it has about three shares of eleven or so"
+    others = [runs[user] for user in range(1, 11)]
+    assert max(others) - min(others) <= 3
+
+
+def test_a_full_queue_counts_the_value_it_lost() -> None:
+    queue = SpeculationQueue(1)
+    for user, value in ((1, 1.0), (2, 2.0), (3, 0.5)):
+        queue.put(Job(user, value))
+    assert (queue.dropped, queue.dropped_value) == (2, 1.5)
+    with pytest.raises(ValueError, match="patience_s"):
+        SpeculationQueue(1, patience_s=0.0)
+
+
 def test_the_bucket_grants_the_rate_and_bounds_the_burst() -> None:
     now = 0.0
     bucket = TokenBucket(100.0, clock=lambda: now)
