@@ -26,11 +26,11 @@ from typing import Any
 
 import faust
 import redis
-import torch
 from mode.supervisors import CrashingSupervisor
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kernels.host import use_one_core
 from loopfm.represent import Representer
 from solaris.app_batches import Batches, BatchWorker
 from solaris.app_health import health_server
@@ -225,7 +225,7 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
     Raises:
         streams.artifact.ArtifactError: a model is missing or damaged.
     """
-    torch.set_num_threads(1)
+    use_one_core()
     log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
     client = redis.Redis.from_url(settings.redis_url)
     worker = Worker(client, log, Representer.load(settings.gem, settings.autoencoder), settings.worker_config())

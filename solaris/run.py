@@ -8,8 +8,8 @@ import signal
 import threading
 
 import redis
-import torch
 
+from kernels.host import use_one_core
 from loopfm.represent import Representer
 from solaris.app_health import health_server
 from solaris.settings import WorkerSettings
@@ -26,7 +26,7 @@ def run_worker(settings: WorkerSettings) -> None:
         streams.artifact.ArtifactError: a model is missing or damaged.
         OSError: the health port is taken.
     """
-    torch.set_num_threads(1)
+    use_one_core()
     representer = Representer.load(settings.gem, settings.autoencoder)
     client = redis.Redis.from_url(settings.redis_url)
     log = ValkeyLog(client)

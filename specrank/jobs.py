@@ -20,6 +20,7 @@ from gem.config import GemConfig, Vocabulary
 from gem.engine import GemEngine
 from gem.examples import RequestLog
 from gem.train import TrainConfig, Trainer, base_rates, days_of, evaluate_predictions, predict
+from kernels.host import use_one_core
 from loopfm.augment import Augmented, augment, pair_embeddings
 from loopfm.autoencoder import AutoencoderConfig, fit_autoencoder, load_autoencoder, save_autoencoder
 from loopfm.represent import Representer
@@ -35,7 +36,7 @@ from streams.tools import events_of, inspect_topics, inspect_user, lines_of, pro
 
 def train_gem(data: Path, out: Path, resume: Path | None) -> None:
     """Trains GEM up to the test days; writes the artifact and prints metrics."""
-    torch.set_num_threads(1)
+    use_one_core()
     log = RequestLog.of(load_dataset(data))
     _, test_ms = log.encoder.schema.split_ms()
     config = TrainConfig()
@@ -51,7 +52,7 @@ def train_gem(data: Path, out: Path, resume: Path | None) -> None:
 
 def augment_log(data: Path, gem: Path, autoencoder: Path, out: Path) -> None:
     """Writes FM labels and representations of the days from the test split on."""
-    torch.set_num_threads(1)
+    use_one_core()
     log = RequestLog.of(load_dataset(data))
     valid_ms, test_ms = log.encoder.schema.split_ms()
     engine = GemEngine.load(gem)
@@ -66,7 +67,7 @@ def augment_log(data: Path, gem: Path, autoencoder: Path, out: Path) -> None:
 
 def distill_ranker(data: Path, table: Path, out: Path) -> None:
     """Trains a ranker without embeddings on the whole log, with soft labels where the augmented table has them."""
-    torch.set_num_threads(1)
+    use_one_core()
     log = RequestLog.of(load_dataset(data))
     augmented = Augmented.read(table)
     requests = log.between(None, None)
@@ -89,7 +90,7 @@ def distill_ranker(data: Path, table: Path, out: Path) -> None:
 
 def train_downstream(data: Path, table: Path, out: Path, *, use_fm: bool) -> None:
     """Trains a ranker on a table of served features and exports it."""
-    torch.set_num_threads(1)
+    use_one_core()
     log = RequestLog.of(load_dataset(data))
     examples, layout, fm_version = read_table(table, log)
     _train_and_save(examples, layout, fm_version, RankerConfig(use_fm=use_fm), out)

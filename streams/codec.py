@@ -151,7 +151,7 @@ class Codec:
             ad = ads[np.argmin(finite)]
             raise ValueError(f"user {user}, ad {ad}: the vector has a value that is not finite as {self._dtype}")
         worth = np.ones(len(ads)) if rows.worth is None else rows.worth
-        log_worth = np.log2(np.clip(np.nan_to_num(worth, nan=1.0), LEAST_WORTH, MOST_WORTH)).astype("<f2")
+        log_worth = np.log2(np.fmin(np.fmax(worth, LEAST_WORTH), MOST_WORTH)).astype("<f2")  # nan is worth least
         return Block(ads, state_ms, versions, log_worth, scales, codes)
 
     def value(self, block: Block, sequence: int) -> bytes:

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -21,6 +20,7 @@ from downstream.train import RankerTable, predict_ranker
 from downstream.weights import load_weights
 from gem.examples import RequestLog
 from gem.train import DAY_MS
+from kernels.host import use_one_core
 from solaris.backfill import part_of, served_features, served_states
 from solaris.worker import TOPICS, WorkerConfig
 from specrank.demo.build import Built, Candidates, build, fill_candidates
@@ -67,7 +67,7 @@ def run_demo(config: DemoConfig, *, serve: bool = False, console: Console | None
     console = console or Console()
     if serve:
         bind("127.0.0.1", SERVE_PORT).close()  # find out now, not in five minutes
-    torch.set_num_threads(1)
+    use_one_core()
     stages = Stages()
     dataset = load_dataset(config.data)
     _empty(config.run)
