@@ -223,15 +223,16 @@ class EmbeddingStore:
 
     def _merge(self, blocks: list[Block]) -> Block:
         # The commonest cases by far need no sort: one block in order, or one that replaces another row by row.
-        if _in_order(blocks[-1]) and len(blocks[-1].ads) <= self.max_rows:
-            if len(blocks) == 1 or (len(blocks) == 2 and _supersedes(blocks[1], blocks[0])):
-                return blocks[-1]
+        last, earlier = blocks[-1], blocks[:-1]
+        simple = len(earlier) < 2 and len(last.ads) <= self.max_rows and _in_order(last)
+        if simple and (not earlier or _supersedes(last, earlier[0])):
+            return last
         merged = Block.concatenate(blocks)
         ads, state_ms, versions = merged.ads, merged.state_ms, merged.versions
         order = np.lexsort([versions, state_ms, ads])
         # The sort is stable: of two rows for one state the later written stays, since its writer knew all that the earlier one did.
-        last = np.append(ads[order[1:]] != ads[order[:-1]], True)
-        best = order[last]
+        newest = np.append(ads[order[1:]] != ads[order[:-1]], True)
+        best = order[newest]
         if len(best) > self.max_rows:
             rank = state_ms[best] + WORTH_HALF_LIFE_MS * merged.worth[best].astype(np.float64)
             kept = np.lexsort([ads[best], rank])[-self.max_rows :]
