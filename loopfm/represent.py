@@ -77,19 +77,26 @@ class Representer:
         return self.represent(batch)
 
     def user_rows(
-        self, users: FloatArray, pairs: FloatArray, offsets: NDArray[np.int64], ads: NDArray[np.uint64]
+        self,
+        users: FloatArray,
+        pairs: FloatArray,
+        offsets: NDArray[np.int64],
+        ads: NDArray[np.uint64],
+        counted: NDArray[np.bool_] | None = None,
     ) -> FloatArray:
         """Stored user rows f4[B, U + P + 1]: the user embedding, and the mean over a sample of the user's pairs where it has any.
 
         Args:
             users: f4[B, U].
             pairs: f4[C, P]; ads: u8[C]; the pairs of user b are offsets[b]:offsets[b + 1].
+            counted: bool[C]; which may be in the mean; all where absent.
         """
         rows = np.zeros((len(users), self.layout.user_row_dim), dtype=np.float32)
         rows[:, : self.layout.user_dim] = users
         for b, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
-            if end > start:
-                sample = start + aggregate_sample(ads[start:end])
+            mine = np.arange(start, end) if counted is None else start + np.flatnonzero(counted[start:end])
+            if len(mine):
+                sample = mine[aggregate_sample(ads[mine])]
                 rows[b, self.layout.user_dim : -1] = pairs[sample].mean(0)
                 rows[b, -1] = 1.0
         return rows

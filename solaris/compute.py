@@ -76,6 +76,7 @@ class Computer:
         self._client, self._representer, self._speculator = client, representer, speculator
         self._min_events = min_events
         layout = representer.layout
+        self._user_dim = layout.user_dim
         self.pairs = store_of(client, PAIRS, layout, max_rows=max_rows)
         self.users = store_of(client, USER, layout, max_rows=1)
         self._log = UserLog(client)
@@ -118,18 +119,23 @@ class Computer:
             self._log.queue_history(pipe, user, FOREVER_MS, self._representer.engine.history)
         replies = pipe.execute()
         known = []
-        for user, slate, pairs, own, history in zip(
+        for user, raw_slate, pairs, own, history in zip(
             users, replies[::4], replies[1::4], replies[2::4], replies[3::4], strict=True
         ):
             row = self.users.decode_keys(own)
             state_ms = int(row.state_ms[0]) if len(row) and row.versions[0] == self._representer.version else None
+            events = self._log.decode_history(history)
+            slate = slate_of(self._speculator.store.decode(raw_slate))
+            if self._speculator.explorer.num_pairs and len(events):
+                embedding = None if state_ms is None else self.users.decode(own).vectors[0, : self._user_dim]
+                slate = self._speculator.explore(user, slate, embedding, int(events["time_ms"][-1]))
             known.append(
                 Known(
                     user=user,
-                    slate=slate_of(self._speculator.store.decode(slate)),
+                    slate=slate,
                     pairs=self.pairs.decode_keys(pairs),
                     state_ms=state_ms,
-                    history=self._log.decode_history(history),
+                    history=events,
                     raw_pairs=pairs,
                     raw_user=own,
                 )
@@ -143,7 +149,8 @@ class Computer:
         new = int(np.count_nonzero(one.history["time_ms"] > one.state_ms))
         if new >= min(self._min_events, self._representer.engine.history):
             return True
-        _, level, _ = self.pairs.lookup(one.pairs, one.slate.ads, one.state_ms + 1, self._representer.version)
+        ads = one.slate.ads[~one.slate.explored]
+        _, level, _ = self.pairs.lookup(one.pairs, ads, one.state_ms + 1, self._representer.version)
         return bool((level == Level.NONE).any())
 
     def _compute(self, known: list[Known], plans: list[Plan]) -> None:
@@ -157,7 +164,8 @@ class Computer:
         surfaces = np.array([plan.surface for plan in plans])
         embeddings, pairs = self._representer.at_states(users, state_ms, surfaces, history, offsets, ads, owner)
         cuts = np.concatenate([[0], np.cumsum(sizes)])
-        own = self._representer.user_rows(embeddings, pairs, cuts, ads)
+        explored = np.concatenate([plan.explored for plan in plans])
+        own = self._representer.user_rows(embeddings, pairs, cuts, ads, ~explored)
         version = self._representer.version
         rows = [
             _rows(plan.ads, int(state), version, pairs[start:end], plan.values)

@@ -26,8 +26,9 @@ MEMORY = 20_000.0  # outcomes after which a cell begins to forget
 VISIT_COUNTS = (1.5, 2.5, 4.5, 8.5, 16.5)  # requests lately, each halved per day
 VISIT_GAPS_MS = (10 * 60_000, HOUR_MS, 6 * HOUR_MS, DAY_MS)  # since the request before
 RETURN_STRENGTH = 20.0
-RANKS = (5, 10, 25, 50, 100, 200)
-PERSISTENCE_PRIOR, PERSISTENCE_STRENGTH = 0.3, 50.0
+SIMILAR_RANK, RISING_RANK = 10_000, 10_001  # no places in an answer: ads that the explorer added
+RANKS = (5, 10, 25, 50, 100, 200, SIMILAR_RANK, RISING_RANK)
+PERSISTENCE_PRIOR, EXPLORED_PRIOR, PERSISTENCE_STRENGTH = 0.3, 0.02, 50.0
 RISING, FALLING = 1.5, 0.67  # asks for an ad within the last hours against its longer past
 NUM_TRENDS = 3
 FAST_MS, SLOW_MS = 2 * HOUR_MS, 12 * HOUR_MS
@@ -64,6 +65,11 @@ class Slate:
     levels: NDArray[np.int64]
     surface: int
     time_ms: int
+
+    @property
+    def explored(self) -> NDArray[np.bool_]:
+        """Which of them the explorer added; bool[n]."""
+        return self.ranks >= SIMILAR_RANK
 
     @staticmethod
     def concatenate(slates: Sequence[Slate]) -> Slate:
@@ -230,15 +236,17 @@ class Outlook:
         at = order[np.minimum(np.searchsorted(after.ads[order], before.ads), len(order) - 1)]
         asked = after.ads[at] == before.ads
         self._asked.add(self._cells(before), asked.astype(np.float64))
-        then, now = before.levels[asked], after.levels[at[asked]]
-        move = np.minimum((after.logits[at[asked]] - before.logits[asked]) ** 2, MAX_MOVE)
+        scored = asked & ~before.explored  # the explorer's had no score that could move
+        then, now = before.levels[scored], after.levels[at[scored]]
+        move = np.minimum((after.logits[at[scored]] - before.logits[scored]) ** 2, MAX_MOVE)
         fresh, same = now == Level.PAIR_FRESH, now == then
         self._moved.add(then[fresh], move[fresh])
         self._still.add(then[same], move[same])
 
     def persistence(self, slate: Slate) -> NDArray[np.float64]:
         """P(asked for again | the user returns) of each candidate, by its place in the answer and the trend of the ad, f8[n]."""
-        return self._asked.mean(self._cells(slate), PERSISTENCE_PRIOR)
+        prior = np.where(slate.explored, EXPLORED_PRIOR, PERSISTENCE_PRIOR)
+        return self._asked.mean(self._cells(slate), prior)
 
     def gains(self) -> NDArray[np.float64]:
         """Gain of having a fresh row instead of what is there, by level, f8[levels]: mean squared logit move beyond that of rest."""

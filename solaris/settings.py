@@ -24,6 +24,9 @@ class WorkerSettings(BaseSettings):
     consumer: str = Field("worker-0", description="name in the consumer group; a restarted worker keeps its name")
     slate_size: int = Field(100, ge=1)
     min_events: int = Field(1, ge=1, description="new events of a user before the FM's request side runs for him again")
+    explore_pairs: int = Field(
+        0, ge=0, description="pairs beyond a user's own slate that a job may add: rising ads, ads of similar users"
+    )
     event_values: dict[str, float] = Field(
         default_factory=dict, description='by event type, how many plain events one is worth, such as {"is_like": 5}'
     )
@@ -40,5 +43,6 @@ class WorkerSettings(BaseSettings):
             flops_per_s=self.flops_per_s,
             min_events=self.min_events,
             event_values=self.event_values,
+            explore_pairs=self.explore_pairs,
             max_rows=self.max_rows,
         )

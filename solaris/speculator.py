@@ -16,6 +16,7 @@ import redis
 from numpy.typing import NDArray
 
 from solaris.budget import Cost
+from solaris.explorer import Explorer
 from solaris.outlook import Outlook, Slate
 from streams.features import SLATE, FmLayout
 from streams.levels import Level
@@ -27,6 +28,7 @@ SLATE_VERSION = 0  # a slate belongs to no model
 SLATE_DIM = 4  # surface, rank, logit, level; as f16, which holds whole numbers up to 2,048
 MAX_LOGIT = 15.0
 MAX_WORTHS = 100_000  # users whose slate's worth is remembered
+MAX_EXPLORED = 20_000  # users of whom it is remembered what was explored, some kB each
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Plan:
 
     Attributes:
         ads: u8[n]; values: f4[n], expected gain of each pair's row.
+        explored: bool[n], which of them lie beyond the user's own slate.
         surface: for which the pairs are computed.
         flops: cost. worthwhile: whether the gain pays for f_R as well.
         asked: f4[m], expected gain of all pairs of the slate, chosen or not.
@@ -42,6 +45,7 @@ class Plan:
 
     ads: NDArray[np.uint64]
     values: NDArray[np.float32]
+    explored: NDArray[np.bool_]
     surface: int
     flops: float
     worthwhile: bool
@@ -57,9 +61,12 @@ class Speculator:
         version: FM version whose rows count as there.
         cost: of the FM.
         slate_size: ads kept of a user: the newest requests' best.
+        explore_pairs: ads beyond the slate that may be added to a job.
     """
 
-    def __init__(self, client: redis.Redis, layout: FmLayout, version: int, cost: Cost, slate_size: int) -> None:
+    def __init__(
+        self, client: redis.Redis, layout: FmLayout, version: int, cost: Cost, slate_size: int, explore_pairs: int = 0
+    ) -> None:
         if slate_size < 1:
             raise ValueError(f"slate_size must be at least 1, found {slate_size}")
         self.slate_size = slate_size
@@ -67,6 +74,8 @@ class Speculator:
         self.store = EmbeddingStore(
             client, kind=SLATE, dim=SLATE_DIM, max_rows=slate_size, ttl_ms=SLATE_TTL_MS, failover_ttl_ms=SLATE_TTL_MS
         )
+        self.explorer = Explorer(explore_pairs, layout.user_dim)
+        self._explored: OrderedDict[int, Slate] = OrderedDict()
         self._layout, self._version, self._cost = layout, version, cost
         self._worths: OrderedDict[int, float] = OrderedDict()
         self._mean_worth = 1.0
@@ -84,9 +93,10 @@ class Speculator:
             rows.append((request.user, _rows(slate, self.slate_size)))
             before = last[request.user]
             if len(slate.ads) and slate.time_ms > before.time_ms:
-                self.outlook.learn(before, slate)
+                self.outlook.learn(self._explored.pop(request.user, before), slate)
                 self.outlook.returns.observe(request.user, slate.time_ms)
                 self.outlook.trends.observe(slate.ads, slate.time_ms)
+                self.explorer.observe(slate)
                 self._remember_worth(request.user, slate)
                 last[request.user] = slate
         self.store.write([user for user, _ in rows], [row for _, row in rows])
@@ -94,6 +104,19 @@ class Speculator:
     def value(self, user: int) -> float:
         """Expected gain of computing a user's rows now; asked before anything of him is read."""
         return self.outlook.returns.expect(user) * self._worths.get(user, self._mean_worth)
+
+    def explore(self, user: int, slate: Slate, embedding: NDArray[np.float32] | None, time_ms: int) -> Slate:
+        """The slate with ads from beyond it, if that is wanted; see `Explorer.propose`."""
+        if not self.explorer.num_pairs:
+            return slate
+        if embedding is not None:
+            self.explorer.remember(user, embedding, slate)
+        wider = self.explorer.propose(user, slate, embedding, time_ms)
+        self._explored[user] = wider
+        self._explored.move_to_end(user)
+        if len(self._explored) > MAX_EXPLORED:
+            self._explored.popitem(last=False)
+        return wider
 
     def plan(self, users: Sequence[int], slates: Sequence[Slate], rows: Sequence[Rows], price: float) -> list[Plan]:
         """Chooses the pairs that are worth more than they cost.
@@ -117,6 +140,7 @@ class Speculator:
                 Plan(
                     ads=slate.ads[chosen],
                     values=own[chosen],
+                    explored=slate.explored[chosen],
                     surface=slate.surface,
                     flops=self._cost.of(len(chosen)),
                     worthwhile=price <= 0 or float((own[chosen] - least).sum()) > request,

@@ -55,6 +55,7 @@ class WorkerConfig:
         min_events: new events that a user must have before f_R runs for him again.
         flops_per_s: FM budget; None = unbounded.
         max_records: records of one batch.
+        explore_pairs: pairs beyond a user's own slate that a job may add: ads that rise, and ads of similar users.
         event_values: by name of an event type, how many plain events such an event is worth; the greatest counts.
     """
 
@@ -65,6 +66,7 @@ class WorkerConfig:
     min_events: int = 1
     flops_per_s: float | None = None
     max_records: int = 512
+    explore_pairs: int = 0
     event_values: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -78,7 +80,9 @@ class Worker:
         self._event_values = event_values(config.event_values, self._schema)
         self._events = UserLog(client)
         self._cost = Cost(*representer.engine.flops())
-        self._speculator = Speculator(client, representer.layout, representer.version, self._cost, config.slate_size)
+        self._speculator = Speculator(
+            client, representer.layout, representer.version, self._cost, config.slate_size, config.explore_pairs
+        )
         self._computer = Computer(
             client, representer, self._speculator, max_rows=config.max_rows, min_events=config.min_events
         )

@@ -1,0 +1,156 @@
+"""One reading process of the benchmark, on a core of its own: `python -m benchmarks.streams.child KIND ...`; prints one JSON object.
+
+KIND is `empty` (a Faust agent that does nothing with its records), `append` (the worker without its FM: parse, user log, queue) or `fm`
+(the worker as it is).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import faust
+import numpy as np
+import redis
+
+from kernels.host import use_one_core
+from loopfm.represent import Representer
+from solaris.app import BATCH_RECORDS, BATCH_WITHIN_S, BUFFER_RECORDS, serve
+from solaris.app_settings import KafkaWorkerSettings
+from solaris.compute import Done
+from solaris.worker import TOPICS, Worker, WorkerConfig
+from streams.events import ACTIVITY_TOPIC, decode_event
+from streams.log import Record
+from streams.log.kafka import KafkaLog
+
+WARM_UP_SHARE = 0.2
+
+
+class Measured(Worker):
+    """Notes when its events were done.
+
+    Attributes:
+        ages_ms: from each event's time to its row being readable. seconds: from the first batch on.
+    """
+
+    def __init__(self, *args: Any, target: int, stop: threading.Event, fm: bool) -> None:
+        super().__init__(*args)
+        self._target, self._stop, self._fm = target, stop, fm
+        self._first = 0.0
+        self.count, self.seconds = 0, 0.0
+        self.ages_ms: list[int] = []
+
+    def handle(self, records: Sequence[Record]) -> None:
+        """The worker's, timed."""
+        self._first = self._first or time.perf_counter()
+        super().handle(records)
+        now = time.time_ns() // 1_000_000
+        events = [record for record in records if record.topic == ACTIVITY_TOPIC]
+        self.count += len(events)
+        self.seconds = time.perf_counter() - self._first
+        if self._fm:
+            self.ages_ms += [now - decode_event(record.value).time_ms for record in events]
+        if self.count >= self._target:
+            self._stop.set()
+
+    def compute(self, users: Sequence[int]) -> Done:
+        """The worker's, or nothing."""
+        return super().compute(users) if self._fm else Done()
+
+
+def worker(args: argparse.Namespace) -> dict[str, object]:
+    """The app with the real handler."""
+    stop = threading.Event()
+    log = KafkaLog(args.kafka)
+    representer = Representer.load(args.models / "gem", args.models / "autoencoder")
+    config = WorkerConfig(slate_size=args.slate)
+    made = Measured(
+        redis.Redis.from_url(args.redis),
+        log,
+        representer,
+        config,
+        target=args.events,
+        stop=stop,
+        fm=args.kind == "fm",
+    )
+    settings = KafkaWorkerSettings(
+        gem=args.models,
+        autoencoder=args.models,
+        redis_url=args.redis,
+        kafka_bootstrap_servers=args.kafka,
+        kafka_partitions=args.partitions,
+    )
+    serve(settings, made, log, stop, group=args.group)
+    ages = np.array(made.ages_ms[int(WARM_UP_SHARE * len(made.ages_ms)) :] or [0])
+    done = made.metrics.registry.get_sample_value
+    return {
+        "events": made.count,
+        "per_s": made.count / made.seconds,
+        "p50_ms": float(np.percentile(ages, 50)),
+        "p99_ms": float(np.percentile(ages, 99)),
+        "fm_users": done("solaris_users_computed_total"),
+        "fm_share": (done("solaris_compute_seconds_total") or 0.0) / made.seconds,
+    }
+
+
+async def empty(args: argparse.Namespace) -> dict[str, object]:
+    """A Faust agent that only counts, with the app's own settings of the stream."""
+    app = faust.App(
+        args.group,
+        broker=f"kafka://{args.kafka}",
+        consumer_auto_offset_reset="earliest",
+        stream_buffer_maxsize=BUFFER_RECORDS,
+        stream_wait_empty=False,
+        topic_allow_declare=False,
+        topic_disable_leader=True,
+        web_enabled=False,
+        autodiscover=False,
+        store="memory://",
+    )
+    topic = app.topic(*TOPICS, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+    found: dict[str, Any] = {"events": 0, "first": 0.0}
+    done = asyncio.Event()
+
+    @app.agent(topic)
+    async def count(stream: Any) -> Any:
+        async for batch in stream.take_events(BATCH_RECORDS, within=BATCH_WITHIN_S):
+            found["first"] = found["first"] or time.perf_counter()
+            found["events"] += len(batch)
+            if found["events"] >= args.events:
+                found["seconds"] = time.perf_counter() - found["first"]
+                done.set()
+            yield
+
+    starting = asyncio.create_task(app.start())
+    await done.wait()
+    await app.stop()
+    starting.cancel()
+    return {"events": found["events"], "per_s": found["events"] / found["seconds"]}
+
+
+def main() -> None:
+    """Reads until the number of events is reached."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("empty", "append", "fm"))
+    parser.add_argument("--kafka", required=True)
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--group", required=True)
+    parser.add_argument("--events", type=int, required=True)
+    parser.add_argument("--partitions", type=int, required=True)
+    parser.add_argument("--slate", type=int, required=True)
+    args = parser.parse_args()
+    use_one_core()
+    logging.disable(logging.WARNING)
+    print(json.dumps(asyncio.run(empty(args)) if args.kind == "empty" else worker(args)))
+
+
+if __name__ == "__main__":
+    main()
