@@ -4,6 +4,10 @@ Faust's own acknowledgements are switched off and offsets are committed here, fo
 acknowledges its events in a `finally`, so also when the handler failed or was cancelled; events that a stream skips during a rebalance
 are acknowledged unseen; and a partition without a committed offset is committed past unacknowledged records. Each of them
 loses records when a worker dies at the wrong moment.
+
+Nor is Faust trusted to hand over all records: those that were fetched before a rebalance can come after it as if they were of the new
+generation, and what is between the committed offset and them is then never handed over. So a batch has to go on where the last
+one, or at first the group, has ended; what is missing in between is read from the broker and handled first.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any, Protocol
 
 from faust.types import TP
 
-from solaris.app_watch import Watch
+from solaris.app_watch import Place, Watch
 from solaris.metrics import WorkerMetrics
 from streams.log import Record
 from streams.log.delivery import OUTAGES, Delivery
@@ -66,6 +70,9 @@ class Batches:
         self._order = {topic: place for place, topic in enumerate(topics)}
         self.rejected: Counter[str] = Counter()
         self._delivery = Delivery(log, group, self._work, stop, self.rejected)
+        self._log, self._group = log, group
+        self._generation: object = None
+        self._reached: dict[Place, int] = {}
         self._pool = ThreadPoolExecutor(1, "solaris-handler")
         self._turn = asyncio.Lock()
         self.in_hand = False
@@ -78,6 +85,9 @@ class Batches:
             messages = [event.message for event in events if event.message.generation_id == generation]
             records = [to_record(m.topic, m.partition, m.offset, m.key, m.value) for m in messages]
             records.sort(key=lambda record: self._order[record.topic])  # stable
+            if generation != self._generation:
+                self._generation = generation
+                self._reached.clear()  # others may have been at work in between
             if not records or not await self._run(lambda: self._deliver(records)):
                 return
             if app.consumer_generation_id != generation:
@@ -94,10 +104,30 @@ class Batches:
 
     def _deliver(self, records: Sequence[Record]) -> bool:
         before = Counter(self.rejected)
-        done = self._delivery.deliver(records, lambda _: None)
+        whole: list[Record] = []
+        done = self._delivery.until_done(lambda: whole.extend(self._with_skipped(records)))
+        done = done and self._delivery.deliver(whole, lambda _: None)
         for topic, number in (self.rejected - before).items():
             self._worker.metrics.rejected.labels(topic).inc(number)
         return done
+
+    def _with_skipped(self, records: Sequence[Record]) -> list[Record]:
+        """The records, with those before them that Faust did not hand over."""
+        reached, whole = dict(self._reached), list[Record]()
+        for topic in {topic for topic, partition in next_offsets(records) if (topic, partition) not in reached}:
+            committed = self._log.positions(topic, self._group)
+            reached = {(topic, partition): offset for partition, (offset, _) in committed.items()} | reached
+        for record in records:
+            ((place, after),) = next_offsets([record]).items()
+            expected = reached.get(place, 0)
+            if expected < after - 1:
+                skipped = self._log.read(*place, expected, after - 1)  # none, where offsets belong to no record
+                self._watch.errors.labels("skipped").inc(len(skipped))
+                whole += skipped
+            whole.append(record)
+            reached[place] = max(expected, after)
+        self._reached = reached
+        return whole
 
     def _work(self, records: Sequence[Record]) -> None:
         try:

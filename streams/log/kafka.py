@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
-from kafka import KafkaAdminClient, KafkaProducer, OffsetSpec, TopicPartition
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, OffsetSpec, TopicPartition
 from kafka import errors as kafka_errors
 
 from streams.errors import UserError
-from streams.log import Handler, LogUnavailable
+from streams.log import Handler, LogUnavailable, Record
 from streams.log.kafka_client import MAX_REJECTED_BYTES, KafkaSecurity, TopicSpec, servers
-from streams.log.kafka_consumer import Consumer
+from streams.log.kafka_consumer import Consumer, to_record
 
 PUBLISH_CHUNK = 10_000
 """Records that wait for their acknowledgement together; it bounds the producer's memory."""
@@ -33,6 +33,10 @@ ADMIN_TIMEOUT_S = 5.0
 """How long to try for an answer about topics, offsets and groups: a group's first coordinator takes a second."""
 ADMIN_WAIT_S = 0.1
 """Wait between those tries."""
+READ_TIMEOUT_S = 20.0
+"""How long ``read`` may take: it is for some thousand records at most, which take a second."""
+READ_POLL_MS = 250
+"""How long one poll of it waits."""
 LINGER_MS = 5
 """How long records of ``publish_many`` wait for others of their partition; a flush ends it, so that one alone does not."""
 BATCH_BYTES = 65_536
@@ -243,6 +247,38 @@ class KafkaLog:
             return found
 
         return self._ask(f"lag of {topic}", find)
+
+    def read(self, topic: str, partition: int, start: int, stop: int) -> list[Record]:
+        """Read the records of a partition from one offset up to another one that a record has, outside of any group.
+
+        Returns:
+            Those with offsets in [start, stop). Not every offset has a record: some were dropped, some end a transaction.
+
+        Raises:
+            LogUnavailable: The cluster cannot be reached, or does not give them within ``READ_TIMEOUT_S``.
+        """
+        deadline_s, found, place = time.monotonic() + READ_TIMEOUT_S, list[Record](), TopicPartition(topic, partition)
+        try:
+            with contextlib.closing(
+                KafkaConsumer(
+                    **self._options,
+                    auto_offset_reset="earliest",
+                    enable_auto_commit=False,
+                    allow_auto_create_topics=False,
+                    bootstrap_timeout_ms=int(CONNECT_TIMEOUT_S * 1000),
+                    request_timeout_ms=int(REQUEST_TIMEOUT_S * 1000),
+                )
+            ) as consumer:
+                consumer.assign([place])
+                consumer.seek(place, start)
+                while time.monotonic() < deadline_s:
+                    for message in consumer.poll(timeout_ms=READ_POLL_MS).get(place, ()):
+                        if message.offset >= stop:
+                            return found
+                        found.append(to_record(topic, partition, message.offset, message.key, message.value))
+                raise LogUnavailable(f"read {topic}: nothing at offset {stop} of partition {partition}")
+        except kafka_errors.KafkaError as error:
+            raise LogUnavailable(f"read {topic}: {error!r}") from error
 
     def close(self) -> None:
         """Close the producer and the admin client; what is used afterwards connects again."""

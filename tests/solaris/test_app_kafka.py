@@ -20,10 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import redis
-from pydantic import SecretStr
 
 import solaris
-from solaris.app import create_app, serve
+from solaris.app import serve
 from solaris.app_batches import Batches
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.metrics import WorkerMetrics
@@ -221,11 +220,11 @@ def test_a_crash_between_handler_and_commit_brings_the_records_again(
     worker, found = EventWorker(client), events(300)
     publish(log, topics_of(unique)[1], found)
 
-    def boom(records: Sequence[Record]) -> None:
+    def boom(*_: object) -> None:
         raise RuntimeError("boom")
 
     with monkeypatch.context() as patch:
-        patch.setattr("solaris.app_batches.next_offsets", boom)
+        patch.setattr("solaris.app_batches.TP", boom)
         crashed = Running(kafka_address, worker, unique)
         assert crashed.ended() == 1
     assert len(worker.records) > 0 and lag(log, unique) == 300
@@ -324,28 +323,6 @@ def test_the_broker_may_be_away_at_the_start_and_later(
     assert histories(client) == oracle(found)
     lines = [f"{r.name}: {r.getMessage()}" for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(lines) <= 3, lines  # two outages within a minute: one of the watch, one of the start
-
-
-def test_brokers_and_credentials_reach_the_app(client: redis.Redis) -> None:
-    for protocol, wanted in (
-        ("PLAINTEXT", None),
-        ("SSL", "SSL"),
-        ("SASL_PLAINTEXT", "SASL_PLAINTEXT"),
-        ("SASL_SSL", "SASL_SSL"),
-    ):
-        secured = settings_of("a:1,b:2").model_copy(
-            update={
-                "kafka_security_protocol": protocol,
-                "kafka_sasl_mechanism": "SCRAM-SHA-512",
-                "kafka_username": "u",
-                "kafka_password": SecretStr("p"),
-            }
-        )
-        app = create_app(secured, EventWorker(client))
-        found = app.conf.broker_credentials
-        assert (found and found.protocol.value) == wanted
-        assert [str(url) for url in app.conf.broker] == ["kafka://a:1", "kafka://b:2"]
-        assert app.conf.id == "solaris" and app.conf.broker_session_timeout == 6
 
 
 WORKER = """

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import socket
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import redis
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
+from solaris.app import STORE_PROBE_S, create_app, store_probe
 from solaris.app_health import health_server
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.app_watch import RESTART_LIMIT_S, STALL_LIMIT_S, Watch
+from solaris.metrics import WorkerMetrics
 from streams.log import LogUnavailable
 
 
@@ -88,6 +94,33 @@ def test_an_outage_of_the_broker_is_no_stall(parts: tuple[Broker, Watch, list[fl
     assert status(watch) == "ready" and watch.stalled_s == 0
 
 
+def test_a_worker_whose_store_is_away_is_not_ready() -> None:
+    broker, answers = Broker(), [True]
+
+    def ping() -> None:
+        if not answers[0]:
+            raise redis.ConnectionError("away")
+
+    log: Any = broker
+    watch = Watch(log, "g", ["a", "b"], CollectorRegistry(), store=ping)
+    watch.assigned([("a", 0)])
+    assert status(watch) == "ready"
+    answers[0] = False
+    assert status(watch) == "the store is away" and watch.errors.labels("store")._value.get() == 1
+    broker.away = True
+    assert status(watch) == "the broker is away"
+    broker.away, answers[0] = False, True
+    assert status(watch) == "ready"
+
+
+def test_a_store_that_never_answers_is_away_within_a_bound() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started_s = time.monotonic()
+        with pytest.raises(redis.RedisError):
+            store_probe(f"redis://127.0.0.1:{silent.getsockname()[1]}/0")()
+        assert time.monotonic() - started_s < 10 * STORE_PROBE_S
+
+
 def test_a_worker_without_partitions_answers_for_the_group(parts: tuple[Broker, Watch, list[float]]) -> None:
     broker, watch, now_s = parts
     watch.assigned([])
@@ -125,3 +158,29 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SPECRANK_WORKER_KAFKA_PASSWORD", "secret")
     settings = KafkaWorkerSettings()
     assert settings.security().password == "secret" and "secret" not in repr(settings)
+
+
+def test_brokers_and_credentials_reach_the_app() -> None:
+    worker: Any = SimpleNamespace()
+    paths: Any = {"gem": "gem", "autoencoder": "autoencoder", "redis_url": "redis://unused"}
+    settings = KafkaWorkerSettings(**paths, kafka_bootstrap_servers="a:1,b:2")
+    for protocol, wanted in (
+        ("PLAINTEXT", None),
+        ("SSL", "SSL"),
+        ("SASL_PLAINTEXT", "SASL_PLAINTEXT"),
+        ("SASL_SSL", "SASL_SSL"),
+    ):
+        secured = settings.model_copy(
+            update={
+                "kafka_security_protocol": protocol,
+                "kafka_sasl_mechanism": "SCRAM-SHA-512",
+                "kafka_username": "u",
+                "kafka_password": SecretStr("p"),
+            }
+        )
+        worker.metrics = WorkerMetrics()
+        app = create_app(secured, worker)
+        found = app.conf.broker_credentials
+        assert (found and found.protocol.value) == wanted
+        assert [str(url) for url in app.conf.broker] == ["kafka://a:1", "kafka://b:2"]
+        assert app.conf.id == "solaris" and app.conf.broker_session_timeout == 6
