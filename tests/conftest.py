@@ -12,19 +12,24 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 from gem.examples import RequestLog
+from kernels.host import use_one_core
 from streams.dataset import Dataset, load_dataset
 from streams.embedded import EmbeddedValkey
 from tests.system import System, build
 
-torch.set_num_threads(1)
+use_one_core()
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent.parent
 MINI = ROOT / "data" / "kuairand" / "mini"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=5, help="workers killed by the chaos test")
+    parser.addoption("--broker-restarts", type=int, default=1, help="brokers killed and started again by it")
 
 
 @pytest.fixture(scope="session")
