@@ -77,7 +77,7 @@ class PopularAds:
         self._hour, self._seen = NONE, 0
 
     def propose(self, moment: Moment) -> Proposal:
-        """The most popular ads of the surface, those that the user has a row of among his candidates excepted."""
+        """The most popular ads of the surface, those that the user has a row of excepted."""
         trace, request = self._trace, moment.request
         self._count(request)
         surface = int(trace.surfaces[request])
@@ -86,7 +86,7 @@ class PopularAds:
             self._top[surface] = best[self._counts[surface][best] > 0].astype(np.int16)
         ads = self._top[surface]
         pairs = trace.pairs_of(int(trace.users[request]), ads)
-        due = ~np.isin(pairs, moment.pairs[moment.left_ms >= 0])
+        due = moment.left_of(pairs) < 0
         return pairs[due], by_rank(max(len(ads), 1))[: len(ads)][due]
 
     def _count(self, request: int) -> None:
@@ -145,6 +145,50 @@ class Table:
         value = value.copy()
         value[live] *= share
         return moment.pairs, value
+
+
+class Listed:
+    """A priced policy that proposes listed ads of all, not only candidates of the request that has just been answered.
+
+    Args:
+        name: for tables.
+        trace: the requests.
+        first: the first request that has a list.
+        ads: i2[r, K]; ads of each request from `first` on.
+        values: f4[r, K]; of a new row of each.
+        tail, ttl_ms, caution: as of `Table`.
+    """
+
+    priced = True
+
+    def __init__(
+        self,
+        name: str,
+        trace: Trace,
+        first: int,
+        ads: NDArray[np.int16],
+        values: NDArray[np.float32],
+        tail: NDArray[np.float32],
+        ttl_ms: int,
+        *,
+        caution: float = 1.0,
+    ) -> None:
+        self.name = name
+        self._trace, self._first, self._ads, self._values = trace, first, ads, values
+        self._tail, self._caution = tail, caution
+        self._grid = np.linspace(0, ttl_ms, tail.shape[1])
+
+    def propose(self, moment: Moment) -> Proposal:
+        """The listed ads; of one with a live row only what a new row would add."""
+        row = moment.request - self._first
+        if row < 0:
+            return NOTHING
+        pairs = self._trace.pairs_of(int(self._trace.users[moment.request]), self._ads[row])
+        left, value = moment.left_of(pairs), self._values[row].astype(np.float32)
+        live = left >= 0
+        if live.any():
+            value[live] *= np.interp(left[live], self._grid, self._tail[moment.request]) / self._caution
+        return pairs, value
 
 
 def by_rank(num: int) -> NDArray[np.float32]:

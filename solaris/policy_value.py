@@ -208,22 +208,6 @@ class ValueModel:
         return model.fit(x, self._uses[sample].ravel() / expected, sample_weight=expected)
 
 
-def shown_weights(trace: Trace, until_ms: int) -> NDArray[np.float32]:
-    """The gain of having a row, by rank: how much likelier than the mean candidate one of this rank is shown. f4[N], mean 1.
-
-    An ad that is not shown brings no gain at once. Learned on the requests before `until_ms`; smoothed over neighbouring ranks. The last
-    rank is left out of the count: a filled candidate set puts there what it would otherwise not have held.
-    """
-    num = trace.num_candidates
-    early = trace.times_ms[trace.shown_request] < until_ms
-    counts = np.bincount(trace.shown_position[early], minlength=num).astype(np.float64)
-    counts[-1] = 0
-    width = max(1, num // 15)
-    padded = np.pad(counts, (width, width), mode="edge")
-    smooth = np.convolve(padded, np.ones(2 * width + 1), mode="valid") + 1.0
-    return (smooth / smooth.mean()).astype(np.float32)
-
-
 def tails(returns: NDArray[np.float32]) -> NDArray[np.float32]:
     """Share of the expected returns that fall after the first t / 12 of the TTL. f4[R, 13] from f4[R, H]."""
     knots = np.concatenate([[0.0], SHARES])

@@ -11,14 +11,16 @@ Shapes: R requests, N candidates, P pairs, n pairs proposed at one trigger.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solaris.simulate_price import Price
-from solaris.trace import DAY_MS, Trace
+from solaris.trace import DAY_MS, NONE, Trace
 
 LAG_MS = 5_000
 NEVER_MS = -(2**62)
@@ -52,6 +54,10 @@ class Setting:
             raise ValueError(f"budget and lag must not be negative and the TTL must be positive: {self}")
 
 
+def _no_rows(pairs: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.full(len(pairs), NONE, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Moment:
     """A request that has just been answered: all that a policy sees of the store.
@@ -59,12 +65,15 @@ class Moment:
     Attributes:
         request: its index; a policy may use this request and those before it.
         pairs: i4[N]; its candidates' pairs.
-        left_ms: i8[N]; remaining life of each candidate's newest row, 0 or less where there is none.
+        left_ms: i8[N]; remaining life of each candidate's newest row, negative where there is none.
+        left_of: the same of any other pairs of the user, i8[n] from i4[n]; pairs numbered as by
+            `Trace.pairs_of`.
     """
 
     request: int
     pairs: NDArray[np.int32]
     left_ms: NDArray[np.int64]
+    left_of: Callable[[NDArray[np.int32]], NDArray[np.int64]] = field(default=_no_rows, repr=False)
 
 
 class Policy(Protocol):
@@ -79,7 +88,7 @@ class Policy(Protocol):
     priced: bool
 
     def propose(self, moment: Moment) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """(pairs i4[n], -1 = a pair that nobody will ever ask for; value of each f4[n]); pairs of the moment's user only."""
+        """(pairs i4[n] of the moment's user, negative = never asked for, see `Trace.pairs_of`; value of each f4[n])."""
         ...
 
 
@@ -139,6 +148,8 @@ class _Store:
         self._touched = np.zeros(trace.num_pairs, dtype=np.int64) if setting.max_rows else None
         self._trace, self._setting, self._result = trace, setting, result
         self._jobs: dict[int, list[_Job]] = {}
+        # rows of pairs that nobody will ask for cost like others, and their policy must see that it has them: by user i8[A]
+        self._idle_ms: dict[int, NDArray[np.int64]] = {}
         self._newest_ms: dict[int, int] = {}
         self._free_ms = float(NEVER_MS)
 
@@ -182,16 +193,30 @@ class _Store:
             # one line, first come first served
             self._free_ms = max(self._free_ms, ready) + 1_000 * len(pairs) / self._setting.pairs_per_s
             ready = self._free_ms
-        asked = pairs[pairs >= 0]
+        asked, idle = pairs[pairs >= 0], pairs[pairs < 0]
+        if len(idle):
+            if user not in self._idle_ms:
+                self._idle_ms[user] = np.full(self._trace.num_ads, NEVER_MS, dtype=np.int64)
+            self._idle_ms[user][NONE - idle] = now_ms
         self._jobs.setdefault(user, []).append(_Job(int(np.ceil(ready)) + self._setting.lag_ms, asked, now_ms))
 
     def has_rows(self, user: int, now_ms: int) -> bool:
         """Whether any row of the user is readable."""
         return now_ms - self._newest_ms.get(user, NEVER_MS) <= self._setting.ttl_ms
 
-    def under_way(self, user: int) -> list[_Job]:
-        """The user's rows that are not readable yet."""
-        return self._jobs.get(user, [])
+    def add_under_way(self, user: int, pairs: NDArray[np.int32], left_ms: NDArray[np.int64], now_ms: int) -> None:
+        """Counts rows that are not readable yet into the remaining lives `left_ms` i8[n] of the user's pairs i4[n], in place."""
+        for job in self._jobs.get(user, ()):
+            left_ms[np.isin(pairs, job.pairs)] = self._setting.ttl_ms - (now_ms - job.time_ms)
+
+    def left(self, user: int, pairs: NDArray[np.int32], *, now_ms: int) -> NDArray[np.int64]:
+        """Remaining life in ms of the newest row of each of the user's pairs i4[n], also of one under way; negative without. i8[n]."""
+        idle = pairs < 0
+        computed_ms = self.computed_ms[np.where(idle, 0, pairs)]
+        computed_ms[idle] = self._idle_ms[user][NONE - pairs[idle]] if user in self._idle_ms else NEVER_MS
+        left_ms = self._setting.ttl_ms - (now_ms - computed_ms)
+        self.add_under_way(user, pairs, left_ms, now_ms)
+        return left_ms
 
     def _evict(self, pairs: NDArray[np.int32]) -> None:
         """Keeps the newest `max_rows` of the user whose pairs these are: a user's pairs are neighbours."""
@@ -237,10 +262,9 @@ def simulate(trace: Trace, policy: Policy, setting: Setting) -> Result:
         live = left >= 0
         result.shown_hits[request] = np.count_nonzero(live[shown.of(request)])
         result.user_rows[request] = float(store.has_rows(user, now))
-        for job in store.under_way(user):
-            left[np.isin(pairs, job.pairs)] = setting.ttl_ms - (now - job.time_ms)
+        store.add_under_way(user, pairs, left, now)
         ledger += setting.budget * len(pairs)
-        proposed, values = policy.propose(Moment(request, pairs, left))
+        proposed, values = policy.propose(Moment(request, pairs, left, partial(store.left, user, now_ms=now)))
         if policy.priced:
             price.observe(now, values, len(pairs), ledger)
             keep = values > price.value

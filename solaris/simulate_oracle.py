@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from solaris.simulate import Result, Setting
 from solaris.trace import NONE, Trace
 
-MAX_PRICE = 40
+# inferences are priced at these plus a half; between them the solutions are joined by straight lines
+PRICES = (0, 1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 40)
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,15 @@ class Oracle:
     def at(self, budget: float) -> Result:
         """The best hits for `budget` inferences per requested pair of the report; hits and inferences may be fractions."""
         wanted = budget * np.count_nonzero(self._trace.times_ms >= self._trace.report_ms) * self._trace.num_candidates
-        low, high = NONE, MAX_PRICE
+        low, high = NONE, len(PRICES) - 1
         # the lowest price at which no more is bought than is wanted
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._solve(middle).rows <= wanted else (middle, high)
-        dear = self._solve(high)
+            low, high = (low, middle) if self._solve(PRICES[middle]).rows <= wanted else (middle, high)
+        dear = self._solve(PRICES[high])
         if low == NONE:
             return dear
-        cheap = self._solve(low)
+        cheap = self._solve(PRICES[low])
         return _between(dear, cheap, max(0.0, (wanted - dear.rows) / max(cheap.rows - dear.rows, 1.0)))
 
     def _solve(self, price: int) -> Result:

@@ -10,7 +10,7 @@ Shapes: R requests in order of time, N candidates of each, U users, A ads, S sur
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Trace:
         num_ads: A.
         report_ms: measures count from here on; models are fitted on what lies before.
         zone_ms: offset of the users' clock from UTC.
+        histories: i2[U, L]; ads that a user was shown before the trace began, oldest first, -1 before them; L may be 0.
+        ad_ages: f4[A]; age of each ad in days when the trace begins, nan where unknown; may be empty.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Trace:
     num_ads: int
     report_ms: int
     zone_ms: int = 0
+    histories: NDArray[np.int16] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int16))
+    ad_ages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
     def __post_init__(self) -> None:
         if len(self.times_ms) and (np.diff(self.times_ms) < 0).any():
@@ -119,13 +123,13 @@ class Trace:
         return np.concatenate([[0], np.maximum.accumulate(largest + 1)])
 
     def pairs_of(self, user: int, ads: NDArray[np.int16]) -> NDArray[np.int32]:
-        """Numbers of a user's pairs with some ads, -1 for pairs that are never asked. i4[n]."""
+        """Numbers of a user's pairs with some ads; -1 - ad for pairs that are never asked for. i4[n]."""
         start, end = self.user_pairs[user : user + 2]
         own = self.pair_ads[start:end]
         if not len(own):
-            return np.full(len(ads), NONE, dtype=np.int32)
+            return NONE - ads.astype(np.int32)
         at = np.minimum(np.searchsorted(own, ads), len(own) - 1)
-        return np.where(own[at] == ads, start + at, NONE).astype(np.int32)
+        return np.where(own[at] == ads, start + at, NONE - ads.astype(np.int64)).astype(np.int32)
 
     @cached_property
     def pair_ads(self) -> NDArray[np.int16]:
@@ -142,19 +146,15 @@ class Trace:
     def until(self, num: int) -> Trace:
         """The first `num` requests."""
         kept = self.shown_request < num
-        return Trace(
-            self.name,
-            self.users[:num],
-            self.times_ms[:num],
-            self.surfaces[:num],
-            self.candidates[:num],
-            self.shown_request[kept],
-            self.shown_position[kept],
-            self.outcomes[:num],
-            self.profiles,
-            self.num_ads,
-            self.report_ms,
-            self.zone_ms,
+        return replace(
+            self,
+            users=self.users[:num],
+            times_ms=self.times_ms[:num],
+            surfaces=self.surfaces[:num],
+            candidates=self.candidates[:num],
+            shown_request=self.shown_request[kept],
+            shown_position=self.shown_position[kept],
+            outcomes=self.outcomes[:num],
         )
 
 
@@ -225,6 +225,8 @@ def kuairand_trace(folder: str | Path = "data/kuairand", *, cache: str | Path = 
         num_ads=len(ads),
         report_ms=KUAIRAND_REPORT_MS,
         zone_ms=ZONE_MS,
+        histories=_histories(folder, users, ads),
+        ad_ages=_ages(folder, ads, int(log.times_ms[0])),
     )
 
 
@@ -262,3 +264,34 @@ def _profiles(folder: Path, users: NDArray[np.uint64]) -> NDArray[np.float32]:
     values = table.drop("user_id").cast(pl.Float64).to_numpy()[at]
     values[identities[at] != users] = np.nan
     return values.astype(np.float32)
+
+
+def _histories(folder: Path, users: NDArray[np.uint64], ads: NDArray[np.uint64]) -> NDArray[np.int16]:
+    """What users u8[U] were shown before the log, as indices into ads u8[A]. i2[U, L], oldest first, -1 before them."""
+    table = pl.read_parquet(folder / "history.parquet", columns=["user_id", "watch_seq"])
+    identities = external_ids(table["user_id"])
+    lists = table["watch_seq"]
+    flat = external_ids(lists.explode().drop_nulls())
+    at = np.minimum(np.searchsorted(ads, flat), len(ads) - 1)
+    known = ads[at] == flat
+    owner = np.repeat(np.arange(len(table)), lists.list.len().fill_null(0).to_numpy())
+    owner, at = owner[known], at[known]
+    counts = np.bincount(owner, minlength=len(table))
+    rows = np.full((len(table), int(counts.max(initial=0))), NONE, dtype=np.int16)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows[owner, rows.shape[1] - counts[owner] + within] = at
+    order = np.argsort(identities)
+    place = order[np.minimum(np.searchsorted(identities[order], users), len(order) - 1)]
+    result = rows[place]
+    result[identities[place] != users] = NONE
+    return result
+
+
+def _ages(folder: Path, ads: NDArray[np.uint64], start_ms: int) -> NDArray[np.float32]:
+    """Days from the upload of ads u8[A] to the start of the log. f4[A], nan where unknown."""
+    table = pl.read_parquet(folder / "items.parquet", columns=["video_id", "upload_dt"])
+    days = start_ms / DAY_MS - table["upload_dt"].str.to_date(strict=False).cast(pl.Int32).cast(pl.Float32).to_numpy()
+    identities = external_ids(table["video_id"])
+    order = np.argsort(identities)
+    place = order[np.minimum(np.searchsorted(identities[order], ads), len(order) - 1)]
+    return np.where(identities[place] == ads, days[place], np.nan).astype(np.float32)

@@ -1,9 +1,8 @@
-"""How often a really shown ad had a fresh pair row, when the K best pairs of a user are computed at each of his requests.
+"""How often a really shown ad had a fresh pair row, when the K likeliest pairs of a user are computed at each of his returns.
 
-This asks more than pair coverage: ads must be found, not only kept. Ads are ranked for the user by the causal retrieval (popularity of
-the hours before on his surface, affinity), those that he was shown already left out: they come again in .9 % of cases. Two readings:
-`at_return`, the pairs are those of the request itself, as if computed in time (what recall measures); `speculated`,
-they were computed after an earlier request of the user, on that request's surface, and lived until then.
+This asks more than pair coverage: ads must be found among all, not only kept. They are ranked by `solaris.policy_shown`. Two readings:
+`at_return`, the pairs are those foreseen for the request itself from what was known before it, as if computed in time (what recall
+measures); `speculated`, they were foreseen and computed when an earlier request of the user had been answered, and lived until then.
 """
 
 from __future__ import annotations
@@ -11,75 +10,67 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gem.examples import RequestLog
-from solaris.simulate import LAG_MS
-from solaris.trace import DAY_MS, KUAIRAND_REPORT_MS, KUAIRAND_SVD_UNTIL_MS
-from streams.dataset import load_dataset
-from streams.retrieval import CausalRetrieval
-
-PART = 8_000  # requests ranked at once
-SPARE = 100  # ads ranked beyond the largest K, in place of those shown already
+from solaris.policy_shown import Foreseen
+from solaris.simulate import LAG_MS, NEVER_MS, Setting
+from solaris.simulate_measures import user_embedding_only
+from solaris.trace import DAY_MS, Trace
 
 
 def shown_against_pairs(
-    sizes: tuple[int, ...], ttl_ms: int = DAY_MS, folder: str = "data/kuairand"
+    trace: Trace, foreseen: Foreseen, sizes: tuple[int, ...], ttl_ms: int = DAY_MS
 ) -> dict[str, dict[str, float]]:
     """Per K: shares of the report's shown ads that were found, and pairs computed per hit.
+
+    Args:
+        trace: the requests.
+        foreseen: at least from one TTL before the report on, with as many ads as the largest of `sizes`.
+        sizes: K.
+        ttl_ms: of the rows.
 
     Returns:
         K -> `at_return` and its `pairs_per_hit`; `speculated`, the same of `returns` within the TTL only, and `speculated_pairs_per_hit`
         with pairs that still have a live row not computed again.
     """
-    dataset = load_dataset(folder)
-    log = RequestLog.of(dataset)
-    requests = log.between(KUAIRAND_REPORT_MS - ttl_ms, None)
-    ads = np.sort(np.fromiter(dataset.raw_ads, dtype=np.uint64, count=len(dataset.raw_ads)))
-    retrieval = CausalRetrieval(dataset, KUAIRAND_SVD_UNTIL_MS)
-    seen: dict[int, set[int]] = {}
-    for r in range(int(requests[0])):
-        seen.setdefault(int(log.users[r]), set()).update(_shown(log, r).tolist())
-    found = {k: np.zeros(2) for k in sizes}
-    computed = dict.fromkeys(sizes, 0)
-    total, returns, asked = 0, 0, 0
-    # per user and K: (moment, ads computed) within the TTL; per user: moments of his requests
-    rows: dict[tuple[int, int], list[tuple[int, NDArray[np.uint64]]]] = {}
-    moments: dict[int, list[int]] = {}
-    for start in range(0, len(requests), PART):
-        part = requests[start : start + PART]
-        empty = [ads[:0]] * len(part)
-        ranked = retrieval.fill(log.users[part], log.surfaces[part], log.times_ms[part], empty, max(sizes) + SPARE)
-        for r, best in zip(part.tolist(), ranked, strict=True):
-            user, now = int(log.users[r]), int(log.times_ms[r])
-            mine, shown = seen.setdefault(user, set()), _shown(log, r)
-            order = best[~np.isin(best, np.fromiter(mine, np.uint64, len(mine)))]
-            reported = now >= KUAIRAND_REPORT_MS
-            known = any(LAG_MS <= now - then <= ttl_ms for then in moments.get(user, ()))
-            total, returns, asked = (
-                total + len(shown) * reported,
-                returns + len(shown) * known * reported,
-                asked + reported,
-            )
-            for k in sizes:
-                live = [(then, made) for then, made in rows.get((user, k), ()) if now - then <= ttl_ms]
-                ready = np.concatenate([ads[:0], *(made for then, made in live if now - then >= LAG_MS)])
-                fresh = np.setdiff1d(order[:k], np.concatenate([ads[:0], *(made for _, made in live)]))
-                if reported:
-                    found[k] += np.isin(shown, order[:k]).sum(), np.isin(shown, ready).sum()
-                    computed[k] += len(fresh)
-                rows[user, k] = [*live, (now, fresh)]
-            moments[user] = [*moments.get(user, ())[-20:], now]
-            mine.update(shown.tolist())
-    return {
-        str(k): {
-            "at_return": found[k][0] / total,
-            "pairs_per_hit": k * asked / max(found[k][0], 1),
-            "speculated": found[k][1] / total,
-            "speculated_of_returns": found[k][1] / max(returns, 1),
-            "speculated_pairs_per_hit": computed[k] / max(found[k][1], 1),
+    shown_ads = trace.candidates[trace.shown_request, trace.shown_position]
+    reported = trace.times_ms >= trace.report_ms
+    in_report = reported[trace.shown_request]
+    total, num_requests = int(in_report.sum()), int(reported.sum())
+    ranks = foreseen.ranks[in_report[foreseen.shown]]
+    setting = Setting(1.0, ttl_ms, trace.report_ms - ttl_ms)
+    returned = user_embedding_only(trace, setting).user_rows[trace.shown_request[in_report]].sum()
+    result = {}
+    for k in sizes:
+        found = int((ranks < k).sum())
+        hits, computed = _speculated(trace, foreseen, shown_ads, k, ttl_ms)
+        result[str(k)] = {
+            "at_return": found / total,
+            "pairs_per_hit": k * num_requests / max(found, 1),
+            "speculated": hits / total,
+            "speculated_of_returns": hits / max(returned, 1),
+            "speculated_pairs_per_hit": computed / max(hits, 1),
         }
-        for k in sizes
-    }
+    return result
 
 
-def _shown(log: RequestLog, request: int) -> NDArray[np.uint64]:
-    return log.ads[log.offsets[request] : log.offsets[request + 1]]
+def _speculated(
+    trace: Trace, foreseen: Foreseen, shown_ads: NDArray[np.int16], num: int, ttl_ms: int
+) -> tuple[int, int]:
+    """(shown ads of the report that had a readable row, rows computed in the report) with the `num` best computed after every request."""
+    order = np.argsort(trace.shown_request, kind="stable")
+    cuts = np.searchsorted(trace.shown_request[order], np.arange(len(trace) + 1))
+    first = int(np.searchsorted(trace.times_ms, trace.report_ms - ttl_ms))
+    made = np.full(trace.num_ads, NEVER_MS, dtype=np.int64)
+    hits = computed = 0
+    before = -1
+    for request in trace.by_user[trace.by_user >= first].tolist():
+        user, now = int(trace.users[request]), int(trace.times_ms[request])
+        if user != before:
+            made[:], before = NEVER_MS, user
+        age = now - made[shown_ads[order[cuts[request] : cuts[request + 1]]]]
+        ads = foreseen.ads[request - foreseen.first, :num]
+        fresh = ads[now - made[ads] > ttl_ms]
+        made[fresh] = now
+        if now >= trace.report_ms:
+            hits += int(np.count_nonzero((age >= LAG_MS) & (age <= ttl_ms)))
+            computed += len(fresh)
+    return hits, computed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from solaris.policies import (
+    Listed,
     Nothing,
     PopularAds,
     ReactiveFill,
@@ -21,7 +22,8 @@ from solaris.policies import (
     user_frequency_values,
 )
 from solaris.policy_reuse import reuse_probability
-from solaris.policy_value import PairFeatures, ValueModel, shown_weights, tails, true_uses
+from solaris.policy_shown import Foreseen, foresee
+from solaris.policy_value import PairFeatures, ValueModel, tails, true_uses
 from solaris.returns import features, true_returns
 from solaris.simulate import Policy, Result, Setting, simulate
 from solaris.simulate_measures import Measures, user_embedding_only
@@ -30,19 +32,25 @@ from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 Row = dict[str, object]
 VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "user_frequency", "oracle_greedy"
-PAIR_FREQUENCY, GAIN = "pair_frequency", "expected_gain"
+PAIR_FREQUENCY, SHOWN, SHOWN_KNOWN = "pair_frequency", "expected_shown", "shown_returns_known"
 MAIN = (
     REACTIVE,
     "reactive_ranked",
     FREQUENCY,
     PAIR_FREQUENCY,
     VALUE,
-    GAIN,
     "returns_known",
     "candidates_known",
     GREEDY,
 )
 WARM_UP_MS = DAY_MS // 2  # before the rows that the report reads: the price finds its level
+NUM_FORESEEN = 1_000  # ads listed for a user; the largest K of the recall table
+NUM_PROPOSED = 600  # of these the policy considers; with 1,000 it covered as much
+
+
+def start_of(trace: Trace, ttl_ms: int) -> int:
+    """Start of the replays under a TTL: a row read at the start of the report was computed under the policy."""
+    return trace.report_ms - ttl_ms - WARM_UP_MS
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,16 @@ class Shared:
     trace: Trace
     table: NDArray[np.float32]
     frequency: NDArray[np.float32]
+    foreseen: Foreseen | None
 
     @classmethod
-    def of(cls, trace: Trace) -> Shared:
-        """Computes the features of all requests."""
-        return cls(trace, features(trace), frequency_values(trace))
+    def of(cls, trace: Trace, ttls_ms: Sequence[int] = ()) -> Shared:
+        """Computes the features of all requests, and with `ttls_ms` the ads foreseen from the earliest start of their replays on."""
+        foreseen = None
+        if ttls_ms:
+            foreseen = foresee(trace, start_of(trace, max(ttls_ms)), min(NUM_FORESEEN, trace.num_ads))
+            log(f"{trace.name}: shown ads foreseen")
+        return cls(trace, features(trace), frequency_values(trace), foreseen)
 
 
 class Comparison:
@@ -65,7 +78,7 @@ class Comparison:
     def __init__(self, shared: Shared, ttl_ms: int, *, only: tuple[str, ...] | None = None) -> None:
         trace = shared.trace
         self.trace, self.ttl_ms, self.measures = trace, ttl_ms, Measures(trace)
-        self.start_ms = trace.report_ms - ttl_ms - WARM_UP_MS
+        self.start_ms = start_of(trace, ttl_ms)
         self._policies = {
             name: make for name, make in self._makers(shared, only).items() if only is None or name in only
         }
@@ -121,7 +134,7 @@ class Comparison:
         expected = np.maximum(returns[:, -1:], 1e-3)
         reuse = reuse_probability(trace, ttl_ms, pair_features, uses, fits) if only is None else value
         tail = tails(returns)
-        return {
+        makers: dict[str, Callable[[], Policy]] = {
             "nothing": Nothing,
             REACTIVE: lambda: Table(REACTIVE, random_order(trace), None, ttl_ms, priced=False),
             "reactive_ranked": lambda: ReactiveFill(trace),
@@ -131,13 +144,32 @@ class Comparison:
             PAIR_FREQUENCY: lambda: Table(PAIR_FREQUENCY, shared.frequency, None, ttl_ms),
             "logistic_reuse": lambda: Table("logistic_reuse", reuse, None, ttl_ms),
             VALUE: lambda: Table(VALUE, value, tail, ttl_ms, caution=2.0),
-            GAIN: lambda: Table(GAIN, value * shown_weights(trace, self.start_ms), tail, ttl_ms, caution=2.0),
             "returns_known": lambda: Table("returns_known", value / expected * known, None, ttl_ms),
             "candidates_known": lambda: Table(
                 "candidates_known", (expected * uses / np.maximum(known, 1)).astype(np.float32), None, ttl_ms
             ),
             GREEDY: lambda: Table(GREEDY, uses.astype(np.float32), None, ttl_ms),
         }
+        if shared.foreseen is not None:
+            foreseen = shared.foreseen
+            makers[SHOWN] = lambda: expected_shown(SHOWN, trace, foreseen, returns[:, -1:], tail, ttl_ms)
+            makers[SHOWN_KNOWN] = lambda: expected_shown(SHOWN_KNOWN, trace, foreseen, known, tail, ttl_ms)
+        return makers
+
+
+def expected_shown(
+    name: str,
+    trace: Trace,
+    foreseen: Foreseen,
+    returns: NDArray[np.float32],
+    tail: NDArray[np.float32],
+    ttl_ms: int,
+) -> Policy:
+    """Values a row by the chance that the user is shown its ad within the TTL, 1 - exp(-expected requests f4[R, 1] x chance at each)."""
+    chances = foreseen.chances[:, :NUM_PROPOSED]
+    values = -np.expm1(-returns[foreseen.first :] * chances)
+    ads = foreseen.ads[:, :NUM_PROPOSED]
+    return Listed(name, trace, foreseen.first, ads, values, tail, ttl_ms, caution=2.0)
 
 
 def log(line: str) -> None:
