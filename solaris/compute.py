@@ -20,9 +20,7 @@ from solaris.speculator import Plan, Speculator, slate_of
 from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.levels import Level
 from streams.store import Rows
-from streams.user_log import UserLog
-
-FOREVER_MS = 2**53  # above any event time, and exact as a score of the log
+from streams.user_log import FOREVER_MS, UserLog
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""What happens to rows when the FM changes: the new version's workers retire the old one's rows and refill, rolling, in idle time.
+"""What rows need beyond what traffic asks for: refilling after a change of the FM, and work that a killed worker took with it.
 
 Readers take rows of one version only, so an FM change alone empties the store in their eyes. Whoever starts workers of a version makes
-it the current one (last started wins, a roll-back too). Its workers walk over the users that still have rows of older versions and queue
-them below everything that traffic asks for; what traffic asks for is refilled first, by itself.
+it the current one (last started wins, a roll-back too). In idle time its workers walk over the users and queue those whose rows are of
+an older version, again and again until none is left; and, in one walk, those whose log is ahead of their rows: under a finite budget jobs
+wait in memory, where a kill loses them. Both stand below everything that traffic asks for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import redis
 
-from streams.features import USER
+from streams.features import SLATE
+from streams.rows import user_key
 from streams.store import EmbeddingStore
+from streams.user_log import FOREVER_MS, UserLog
 
 VERSIONS = "fm:versions"
 KEPT_VERSIONS = 16
@@ -21,7 +24,7 @@ SCAN_COUNT = 512  # keys of one step: a millisecond of the server
 
 
 class Refill:
-    """Walks over the users whose rows an older FM made.
+    """Walks over the users.
 
     Args:
         client: of the store.
@@ -31,6 +34,7 @@ class Refill:
 
     def __init__(self, client: redis.Redis, users: EmbeddingStore, version: int) -> None:
         self._client, self._users, self._version = client, users, version
+        self._log = UserLog(client)
         self._cursor: int | None = None
         self._found = False
         self.retired: frozenset[int] | None = None
@@ -48,7 +52,7 @@ class Refill:
         pipe.zrange(VERSIONS, 0, -1)
         others = {int(member, 16) for member in pipe.execute()[-1]} - {self._version}
         self.retired = frozenset(others)
-        self._cursor = 0 if others else None
+        self._cursor = 0
         return self.retired
 
     @property
@@ -64,19 +68,31 @@ class Refill:
         """
         if self._cursor is None:
             return []
-        suffix = f"}}:{USER}"
-        reply: Any = self._client.scan(self._cursor, match=f"{{u:*{suffix}", count=SCAN_COUNT)
+        reply: Any = self._client.scan(self._cursor, match="{u:*}:log", count=SCAN_COUNT)
         cursor, keys = reply
-        users = [int(key.decode().removeprefix("{u:").removesuffix(suffix), 16) for key in keys]
-        stale = []
-        for user, reply in zip(users, self._users.raw_many(users), strict=True):
-            rows = self._users.decode_keys(reply)
-            if len(rows) and int(rows.versions[0]) != self._version:
-                stale.append(user)
-        self._found |= bool(stale)
+        users = [int(key.decode().removeprefix("{u:").removesuffix("}:log"), 16) for key in keys]
+        pipe: Any = self._client.pipeline(transaction=False)
+        for user in users:
+            self._users.queue_read(pipe, user)
+            self._log.queue_history(pipe, user, FOREVER_MS, 1)
+            pipe.strlen(user_key(user, SLATE))
+        replies = pipe.execute()
+        due = []
+        for user, own, newest, slate in zip(users, replies[::3], replies[1::3], replies[2::3], strict=True):
+            row, last = self._users.decode_keys(own), self._log.decode_history(newest)
+            if not len(last):
+                continue
+            if not len(row):
+                behind = slate > 0  # without a slate or rows it is a user whom nothing has asked for yet
+            else:
+                older = int(row.versions[0]) != self._version
+                self._found |= older
+                behind = older or int(row.state_ms[0]) < int(last["time_ms"][0])
+            if behind:
+                due.append(user)
         if cursor == 0 and not self._found:
             self._cursor = None
         else:
             self._found = self._found and cursor != 0
             self._cursor = int(cursor)
-        return stale
+        return due

@@ -18,7 +18,7 @@ import redis
 
 from loopfm.represent import Representer
 from solaris.budget import Cost, TokenBucket
-from solaris.compute import FOREVER_MS, Computer, Done
+from solaris.compute import Computer, Done
 from solaris.metrics import WorkerMetrics
 from solaris.price import Price
 from solaris.queue import Job, SpeculationQueue
@@ -31,7 +31,7 @@ from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, dec
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
 from streams.store import StoreContentionError
-from streams.user_log import UserLog
+from streams.user_log import FOREVER_MS, UserLog
 
 GROUP = "solaris"
 TOPICS = (SERVED_TOPIC, ACTIVITY_TOPIC)  # slates before the events that trigger them
@@ -124,7 +124,7 @@ class Worker:
             raise Retry(f"the store is away: {error}") from error
 
     def drain(self) -> None:
-        """Runs waiting jobs as far as the budget goes; with nothing to do, looks for rows that an older FM made.
+        """Runs waiting jobs as far as the budget goes; with nothing to do, looks for rows that are behind.
 
         Raises:
             Retry: the store is away; the jobs wait on.

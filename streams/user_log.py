@@ -18,6 +18,9 @@ import redis
 
 from streams.rows import LOG_ROW, RowArray, byte_keys, check_rows, first_of_run, row_order, user_key
 
+FOREVER_MS = 2**53
+"""Above any event time, and exact as a score."""
+
 Users = npt.NDArray[np.uint64]
 Times = npt.NDArray[np.int64]
 Offsets = npt.NDArray[np.int64]

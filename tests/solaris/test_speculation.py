@@ -14,12 +14,14 @@ from solaris.refill import VERSIONS, Refill
 from solaris.speculator import SLATE_DIM, Speculator, slate_of
 from solaris.worker import event_values
 from streams.embedded import EmbeddedValkey
-from streams.events import ACTIVITY_TOPIC, encode_event
+from streams.events import ACTIVITY_TOPIC, ActivityEvent, encode_event, event_row
 from streams.features import PAIRS, SLATE, USER, store_of
 from streams.log import Record
 from streams.requests import ServedRequest, encode_served
+from streams.rows import LOG_ROW
 from streams.store import EmbeddingStore, Rows
 from streams.tools import event_of
+from streams.user_log import FOREVER_MS, UserLog
 from tests.solaris.test_worker import NUM_ADS, served, traffic
 from tests.system import System
 
@@ -205,6 +207,33 @@ def test_rows_of_an_older_fm_are_refilled_in_idle_time(system: System, store: Em
     again.start()
     while not again.done:
         assert again.step() == [], "all is refilled"
+
+
+def test_work_that_a_killed_worker_took_with_it_is_found_again(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    records = [Record(*record, "0") for record in traffic(system, 60)]
+    killed = system.worker(client, flops_per_s=1.0, slate_size=NUM_ADS)
+    killed.handle(records)
+    done = len(client.keys("{u:*}:user"))
+    users = {int(record.key, 16) for record in records}
+    assert done < len(users), "the budget is short, so jobs wait in memory"
+    quiet = ActivityEvent(
+        event_id=1, user_id=99, ad_id=1, surface=system.dataset.schema.surfaces[0], time_ms=1_650_000_000_000
+    )
+    user, row = event_row(quiet, system.dataset.schema)
+    UserLog(client).append(
+        np.array([user], np.uint64), np.array([row], LOG_ROW)
+    )  # a log that was loaded; nobody asked for him
+    after = system.worker(client, slate_size=NUM_ADS)
+    for _ in range(20):
+        after.drain()
+    newest = UserLog(client).histories(np.array(sorted(users), np.uint64), np.full(len(users), FOREVER_MS), 1)[0][
+        "time_ms"
+    ]
+    found = store_of(client, USER, system.representer.layout).read_many(sorted(users))
+    assert [int(rows.state_ms[0]) for rows in found] == newest.tolist()
+    assert after._refill.done
+    assert len(client.keys("{u:*}:user")) == len(users)
 
 
 def test_the_bound_of_a_users_rows_holds(system: System, store: EmbeddedValkey) -> None:
