@@ -2,7 +2,7 @@
 
 Everything a worker writes is a function of the user's log and slate as they stand, merged by event time: records may come twice, late
 or to two workers at once, and the store ends the same. Records are committed after their rows are written; only work beyond the budget
-waits in memory, where a kill loses it until the user's next event.
+waits in memory, and what a kill takes of it is found again in idle time (`solaris.refill`).
 """
 
 from __future__ import annotations
