@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from streams.embedded import EmbeddedValkey
 from tests.kafka_broker import broker, kafka_address, unique  # noqa: F401 - fixtures
+from tests.time_zones import pytest_generate_tests, time_zone  # noqa: F401 - fixture and hook
 
 # The server is flushed by the examples themselves, so that sharing a fixture between examples is sound.
 settings.register_profile(
