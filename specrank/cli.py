@@ -142,11 +142,12 @@ LogOption = Annotated[
 def streams_produce(
     log: LogOption,
     source: Annotated[
-        str, typer.Argument(help="file of JSON lines, one activity event each; - reads standard input")
+        str,
+        typer.Argument(help="JSON lines or a .parquet file, one activity event a line or row; - reads standard input"),
     ] = "-",
     data: DataOption = DEFAULT_DATA,
 ) -> None:
-    """Publishes activity events from JSON lines; illegal lines are refused with their reason, and the rest goes on."""
+    """Publishes activity events from JSON lines or Parquet; illegal ones are refused with their reason, and the rest goes on."""
     from specrank.jobs import produce_lines
 
     produce_lines(log, source, data)

@@ -199,6 +199,21 @@ class Codec:
         return self._empty
 
 
+def codec_of(value: bytes) -> Codec:
+    """The codec that a stored value names.
+
+    Raises:
+        CodecError: it names none.
+    """
+    if len(value) < HEADER.size:
+        raise CodecError(f"{len(value)} bytes are no header")
+    _, _, code, dim, *_ = HEADER.unpack_from(value)
+    for name, (known, _) in _DTYPES.items():
+        if known == code and dim:
+            return Codec(dim, "int8" if name == "int8" else "f16")
+    raise CodecError(f"dtype {code} of width {dim} is unknown")
+
+
 def _widen(halves: npt.NDArray[np.float16]) -> F4:
     """Turn finite f16 into f4, exactly and in a fraction of the time of ``astype``."""
     bits = halves.view(np.int16).astype(np.int32)  # the sign fills the upper half

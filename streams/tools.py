@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
+import msgspec
 import numpy as np
+import polars as pl
 import redis
 
+from streams.codec import CodecError, codec_of
 from streams.dataset import Dataset
 from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, ActivityEvent, EventError, decode_event, encode_event, event_row
@@ -39,7 +42,7 @@ class Produced:
 
 
 def produce(log: ActivityLog, lines: Iterable[bytes], schema: FeatureSchema) -> Produced:
-    """Publishes JSON lines as activity events; a line that is no legal event is refused and counted, and the rest goes on.
+    """Publishes lines as activity events; a line that is no legal event is refused and counted, and the rest goes on.
 
     Raises:
         LogUnavailable: the broker cannot be reached; what was published before stays.
@@ -68,17 +71,28 @@ def produce(log: ActivityLog, lines: Iterable[bytes], schema: FeatureSchema) -> 
 
 
 @contextmanager
-def lines_of(source: str) -> Iterator[IO[bytes]]:
-    """The lines of a file, or of standard input for `-`.
+def lines_of(source: str) -> Iterator[Iterable[bytes]]:
+    """The lines of a file, or of standard input for `-`; of a Parquet file each row as a line, its columns the fields of `ActivityEvent`.
 
     Raises:
+        UserError: a Parquet file cannot be read.
         FileNotFoundError: naming the file.
     """
     if source == "-":
         yield sys.stdin.buffer
         return
     with open(source, "rb") as file:
-        yield file
+        yield _rows_as_lines(source) if source.endswith(".parquet") else file
+
+
+def _rows_as_lines(path: str) -> Iterator[bytes]:
+    try:
+        frame = pl.read_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        raise UserError(f"{path} is no Parquet file that can be read: {error}") from error
+    for row in frame.iter_rows(named=True):
+        # An empty cell is an absent field; what is then missing or ill-typed is refused like in any other line.
+        yield msgspec.json.encode({name: value for name, value in row.items() if value is not None}, enc_hook=str)
 
 
 def events_of(dataset: Dataset, start_ms: int | None = None, end_ms: int | None = None) -> Iterator[ActivityEvent]:
@@ -161,7 +175,7 @@ def inspect_topics(log: ActivityLog, group: str) -> dict[str, dict[str, int]]:
 
 
 def inspect_user(client: redis.Redis, user: ExternalId, schema: FeatureSchema) -> dict[str, Any]:
-    """What the store knows of a user: his newest events, and how many bytes each kind of rows takes.
+    """What the store knows of a user: his newest events, and of each kind of rows how many there are, of which states and FM versions.
 
     Raises:
         redis.RedisError: the store cannot be reached.
@@ -169,9 +183,10 @@ def inspect_user(client: redis.Redis, user: ExternalId, schema: FeatureSchema) -
     """
     identity = id64(user)
     rows = UserLog(client).history(identity, 2**53, SHOWN_EVENTS)
-    sizes: dict[str, int] = {}
+    stored: dict[str, Any] = {}
     for kind in (PAIRS, USER, SLATE):
-        sizes[kind] = int(client.strlen(user_key(identity, kind)))  # type: ignore[arg-type]
+        value: Any = client.get(user_key(identity, kind))
+        stored[kind] = None if value is None else _described(value)
     surfaces = dict(enumerate(schema.surfaces))
     return {
         "user": f"{identity:016x}",
@@ -186,7 +201,22 @@ def inspect_user(client: redis.Redis, user: ExternalId, schema: FeatureSchema) -
             }
             for row in rows[::-1]
         ],
-        "bytes": sizes,
+        "rows": stored,
+    }
+
+
+def _described(value: bytes) -> dict[str, Any]:
+    """A stored value of any width."""
+    try:
+        block = codec_of(value).unpack(value)
+    except CodecError as error:
+        return {"bytes": len(value), "unreadable": str(error)}
+    return {
+        "bytes": len(value),
+        "rows": len(block.ads),
+        "newest_state_ms": int(block.state_ms.max(initial=0)),
+        "oldest_state_ms": int(block.state_ms.min(initial=2**62)) if len(block.ads) else 0,
+        "versions": {f"{version:016x}": count for version, count in Counter(block.versions.tolist()).items()},
     }
 
 
