@@ -152,9 +152,8 @@ class Listed:
 
     Args:
         name: for tables.
-        trace: the requests.
         first: the first request that has a list.
-        ads: i2[r, K]; ads of each request from `first` on.
+        pairs: i4[r, K]; of each request from `first` on, numbered as by `Trace.pairs_of`.
         values: f4[r, K]; of a new row of each.
         tail, ttl_ms, caution: as of `Table`.
     """
@@ -164,9 +163,8 @@ class Listed:
     def __init__(
         self,
         name: str,
-        trace: Trace,
         first: int,
-        ads: NDArray[np.int16],
+        pairs: NDArray[np.int32],
         values: NDArray[np.float32],
         tail: NDArray[np.float32],
         ttl_ms: int,
@@ -174,7 +172,7 @@ class Listed:
         caution: float = 1.0,
     ) -> None:
         self.name = name
-        self._trace, self._first, self._ads, self._values = trace, first, ads, values
+        self._first, self._pairs, self._values = first, pairs, values
         self._tail, self._caution = tail, caution
         self._grid = np.linspace(0, ttl_ms, tail.shape[1])
 
@@ -183,12 +181,20 @@ class Listed:
         row = moment.request - self._first
         if row < 0:
             return NOTHING
-        pairs = self._trace.pairs_of(int(self._trace.users[moment.request]), self._ads[row])
+        pairs = self._pairs[row]
         left, value = moment.left_of(pairs), self._values[row].astype(np.float32)
         live = left >= 0
         if live.any():
             value[live] *= np.interp(left[live], self._grid, self._tail[moment.request]) / self._caution
         return pairs, value
+
+
+def numbered(trace: Trace, first: int, ads: NDArray[np.int16]) -> NDArray[np.int32]:
+    """Pairs of the users of the requests from `first` on with listed ads i2[r, K]. i4[r, K]."""
+    result = np.empty(ads.shape, dtype=np.int32)
+    for row, listed in enumerate(ads):
+        result[row] = trace.pairs_of(int(trace.users[first + row]), listed)
+    return result
 
 
 def by_rank(num: int) -> NDArray[np.float32]:

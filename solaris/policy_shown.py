@@ -205,14 +205,16 @@ class _Learner:
         owner, ads = self._users.seen(requests, answered=answered, limit=HISTORY)
         starts = torch.searchsorted(owner, torch.arange(len(requests)))
         vectors = model.history(ads, starts) + model.surface(torch.from_numpy(surfaces))
-        result = base[torch.from_numpy(kind)] + vectors @ model.ads.T
+        result = torch.addmm(base[torch.from_numpy(kind)], vectors, model.ads.T)
         slate = requests if answered else trace.previous[requests]
-        known = torch.from_numpy(np.flatnonzero(slate != NONE))
-        if len(known):
-            last = torch.from_numpy(trace.candidates[slate[known.numpy()]].astype(np.int64))
-            result = result.index_put((known[:, None], last), model.rank.expand(last.shape), accumulate=True)
+        known = np.flatnonzero(slate != NONE)
+        last = torch.from_numpy(trace.candidates[slate[known]].astype(np.int64))
+        ranked = torch.from_numpy(known)[:, None].expand(last.shape), last, model.rank.expand(last.shape)
         owner, ads = self._users.seen(requests, answered=answered)
-        return _add(result, owner, ads, model.seen)
+        once = torch.unique(owner * trace.num_ads + ads)
+        seen = once // trace.num_ads, once % trace.num_ads, model.seen.expand(once.shape)
+        owner, ads, bias = (torch.cat([x.reshape(-1), y]) for x, y in zip(ranked, seen, strict=True))
+        return result.index_put_((owner, ads), bias, accumulate=True)
 
     def learn(self, hour: int) -> None:
         """One step on the ads shown in an hour."""
@@ -220,7 +222,7 @@ class _Learner:
         if not len(at):
             return
         scores = self.scores(requests, self._trace.surfaces[requests].astype(np.int64), hour, answered=False)
-        loss = nn.functional.cross_entropy(scores[local], ads)
+        loss = (scores.logsumexp(dim=1)[local] - scores[local, ads]).mean()
         self._optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimiser.step()
@@ -230,8 +232,8 @@ class _Learner:
         at, local, ads, requests = self._shown_of(hour)
         if not len(at):
             return at, at
-        scores = self.scores(requests, self._trace.surfaces[requests].astype(np.int64), hour, answered=False)[local]
-        return at, (scores > scores.gather(1, ads[:, None])).sum(dim=1).numpy()
+        scores = self.scores(requests, self._trace.surfaces[requests].astype(np.int64), hour, answered=False)
+        return at, (scores[local] > scores[local, ads][:, None]).sum(dim=1).numpy()
 
     def next_chances(self, requests: NDArray[np.int64], hour: int) -> Tensor:
         """Chance of each ad to be shown at the next request of the users, whose requests i8[b] were just answered. f4[b, A]."""
@@ -251,12 +253,6 @@ class _Learner:
         requests, local = np.unique(request, return_inverse=True)
         ads = trace.candidates[request, trace.shown_position[at]].astype(np.int64)
         return at, torch.from_numpy(local), torch.from_numpy(ads), requests.astype(np.int64)
-
-
-def _add(scores: Tensor, owner: Tensor, ads: Tensor, bias: Tensor) -> Tensor:
-    """Adds a bias once to every (owner, ad) that occurs, however often."""
-    seen = torch.zeros_like(scores).index_put((owner, ads), torch.ones(()))
-    return scores + seen * bias
 
 
 def _surface_habits(trace: Trace) -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Tables, rows and plots of the speculation benchmark."""
+"""Tables, rows and plots of the speculation benchmark. `python -m benchmarks.speculation.report` prints those of docs/speculation.md."""
 
 from __future__ import annotations
 
@@ -112,9 +112,66 @@ def plots(rows: Sequence[Row]) -> None:
         plt.close(figure)
 
 
+def latest(path: Path = RESULT) -> list[Row]:
+    """The newest row of every trace, TTL, budget and policy in a file of results; empty cells are None."""
+    rows: dict[tuple[str, ...], Row] = {}
+    with path.open(newline="") as file:
+        for cells in csv.DictReader(file):
+            key = tuple(cells[name] for name in ("trace", "ttl_h", "budget", "policy"))
+            rows.pop(key, None)
+            rows[key] = {name: _parsed(cell) for name, cell in cells.items()}
+    return list(rows.values())
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Coverage, share of the gap closed and useful share by policy and budget, one table per trace and TTL; then NE kept."""
+    lines: list[str] = []
+    budgets = sorted({_number(r["budget"]) for r in rows})
+    policies = list(dict.fromkeys(str(r["policy"]) for r in rows))
+    at = {(r["trace"], r["ttl_h"], r["budget"], r["policy"]): r for r in rows}
+
+    def table(title: str, trace: object, ttl_h: object, columns: tuple[str, ...]) -> None:
+        lines.extend(["", title, "", "| policy | " + " | ".join(_short(b) for b in budgets) + " |"])
+        lines.append("|---" * (len(budgets) + 1) + "|")
+        for policy in policies:
+            found = [at.get((trace, ttl_h, budget, policy)) for budget in budgets]
+            if any(found):
+                cells = [" / ".join(_short(r[c]) for c in columns) if r else "" for r in found]
+                lines.append(f"| {policy} | " + " | ".join(cells) + " |")
+
+    for trace, ttl_h in sorted({(str(r["trace"]), _number(r["ttl_h"])) for r in rows}):
+        title = f"{trace}, TTL {ttl_h:.0f} h: "
+        table(title + "coverage / gap closed / useful share", trace, ttl_h, ("coverage", "gap_closed", "useful_share"))
+        columns = ("hierarchy_flops_share", "shown_coverage", "ne_kept")
+        table(title + "share of synchronous FLOPs / shown ads covered / NE kept", trace, ttl_h, columns)
+    return "\n".join(lines)
+
+
+def _parsed(cell: str) -> object:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell or None
+
+
+def _short(value: object) -> str:
+    """.123 for 0.123."""
+    return (
+        "–"
+        if value is None
+        else f"{_number(value):.3f}".replace("0.", ".", 1)
+        if abs(_number(value)) < 1
+        else f"{_number(value):.2f}"
+    )
+
+
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else float("nan")
 
 
 def _text(value: object) -> str:
     return "-" if value is None else f"{_number(value):.3f}"
+
+
+if __name__ == "__main__":
+    print(markdown(latest()))

@@ -18,6 +18,7 @@ from solaris.policies import (
     Table,
     TtlRefresh,
     frequency_values,
+    numbered,
     random_order,
     user_frequency_values,
 )
@@ -33,18 +34,10 @@ from solaris.trace import DAY_MS, HOUR_MS, Trace
 Row = dict[str, object]
 VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "user_frequency", "oracle_greedy"
 PAIR_FREQUENCY, SHOWN, SHOWN_KNOWN = "pair_frequency", "expected_shown", "shown_returns_known"
-MAIN = (
-    REACTIVE,
-    "reactive_ranked",
-    FREQUENCY,
-    PAIR_FREQUENCY,
-    VALUE,
-    "returns_known",
-    "candidates_known",
-    GREEDY,
-)
+MAIN = (REACTIVE, "reactive_ranked", FREQUENCY, PAIR_FREQUENCY, VALUE, GREEDY)
 WARM_UP_MS = DAY_MS // 2  # before the rows that the report reads: the price finds its level
 NUM_FORESEEN = 1_000  # ads listed for a user; the largest K of the recall table
+KNOWN_TTL_MS = DAY_MS  # the bound of the shown ads' policy is run under the TTL of the headline only
 NUM_PROPOSED = 600  # of these the policy considers; with 1,000 it covered as much
 
 
@@ -61,15 +54,17 @@ class Shared:
     table: NDArray[np.float32]
     frequency: NDArray[np.float32]
     foreseen: Foreseen | None
+    foreseen_pairs: NDArray[np.int32] | None
 
     @classmethod
     def of(cls, trace: Trace, ttls_ms: Sequence[int] = ()) -> Shared:
         """Computes the features of all requests, and with `ttls_ms` the ads foreseen from the earliest start of their replays on."""
-        foreseen = None
+        foreseen, pairs = None, None
         if ttls_ms:
             foreseen = foresee(trace, start_of(trace, max(ttls_ms)), min(NUM_FORESEEN, trace.num_ads))
+            pairs = numbered(trace, foreseen.first, foreseen.ads[:, :NUM_PROPOSED])
             log(f"{trace.name}: shown ads foreseen")
-        return cls(trace, features(trace), frequency_values(trace), foreseen)
+        return cls(trace, features(trace), frequency_values(trace), foreseen, pairs)
 
 
 class Comparison:
@@ -83,9 +78,7 @@ class Comparison:
             name: make for name, make in self._makers(shared, only).items() if only is None or name in only
         }
         setting = Setting(1.0, ttl_ms, self.start_ms)
-        self._bounds = [
-            Oracle(trace, setting, any_moment=any_moment) for any_moment in ((False,) if only else (False, True))
-        ]
+        self._bounds = [Oracle(trace, setting, any_moment=any_moment) for any_moment in (False, True) if not only]
 
     def run(self, budget: float) -> list[Result]:
         """One result per policy and bound."""
@@ -113,7 +106,7 @@ class Comparison:
                 ("gap_closed_ranked", "reactive_ranked", GREEDY),
                 ("gap_closed_exact", REACTIVE, "oracle"),
             ):
-                closed = measures.gap_closed(result, named[low], named[high])
+                closed = measures.gap_closed(result, named[low], named[high]) if high in named else None
                 row |= {
                     key: closed and closed.value,
                     f"{key}_low": closed and closed.low,
@@ -150,26 +143,18 @@ class Comparison:
             ),
             GREEDY: lambda: Table(GREEDY, uses.astype(np.float32), None, ttl_ms),
         }
-        if shared.foreseen is not None:
-            foreseen = shared.foreseen
-            makers[SHOWN] = lambda: expected_shown(SHOWN, trace, foreseen, returns[:, -1:], tail, ttl_ms)
-            makers[SHOWN_KNOWN] = lambda: expected_shown(SHOWN_KNOWN, trace, foreseen, known, tail, ttl_ms)
+        if shared.foreseen is not None and shared.foreseen_pairs is not None:
+            first, chances, pairs = shared.foreseen.first, shared.foreseen.chances, shared.foreseen_pairs
+
+            def shown(name: str, returns: NDArray[np.float32]) -> Policy:
+                # chance that the user is shown the ad within the TTL
+                values = -np.expm1(-returns[first:] * chances[:, : pairs.shape[1]])
+                return Listed(name, first, pairs, values, tail, ttl_ms, caution=2.0)
+
+            makers[SHOWN] = lambda: shown(SHOWN, returns[:, -1:])
+            if ttl_ms == KNOWN_TTL_MS:
+                makers[SHOWN_KNOWN] = lambda: shown(SHOWN_KNOWN, known)
         return makers
-
-
-def expected_shown(
-    name: str,
-    trace: Trace,
-    foreseen: Foreseen,
-    returns: NDArray[np.float32],
-    tail: NDArray[np.float32],
-    ttl_ms: int,
-) -> Policy:
-    """Values a row by the chance that the user is shown its ad within the TTL, 1 - exp(-expected requests f4[R, 1] x chance at each)."""
-    chances = foreseen.chances[:, :NUM_PROPOSED]
-    values = -np.expm1(-returns[foreseen.first :] * chances)
-    ads = foreseen.ads[:, :NUM_PROPOSED]
-    return Listed(name, trace, foreseen.first, ads, values, tail, ttl_ms, caution=2.0)
 
 
 def log(line: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.speculation.recall import shown_against_pairs
-from solaris.policies import Listed
+from solaris.policies import Listed, numbered
 from solaris.policy_shown import Foreseen, foresee
 from solaris.simulate import Moment, simulate
 from solaris.simulate_generate import Generator, generated_trace
@@ -35,7 +35,8 @@ def start_of(trace: Trace) -> int:
 
 def listed(trace: Trace, foreseen: Foreseen) -> Listed:
     tail = np.linspace(1, 0, 13, dtype=np.float32)[None].repeat(len(trace), 0)
-    return Listed("listed", trace, foreseen.first, foreseen.ads, foreseen.chances, tail, DAY_MS)
+    pairs = numbered(trace, foreseen.first, foreseen.ads)
+    return Listed("listed", foreseen.first, pairs, foreseen.chances, tail, DAY_MS)
 
 
 def test_nothing_after_an_hour_changes_a_forecast_in_it(generated: Trace, foreseen: Foreseen) -> None:
@@ -97,7 +98,7 @@ def test_ads_beyond_the_slate_cost_and_may_hit(generated: Trace, foreseen: Fores
 def test_a_pair_that_nobody_asks_for_is_bought_once_per_ttl() -> None:
     trace = trace_of([0] * 4, [0, 60_000, 120_000, 120_000 + DAY_MS], [[1], [1], [1], [1]])
     ads = np.full((4, 1), 9, dtype=np.int16)
-    policy = Listed("l", trace, 0, ads, np.ones((4, 1), np.float32), np.zeros((4, 2), np.float32), DAY_MS)
+    policy = Listed("l", 0, numbered(trace, 0, ads), np.ones((4, 1), np.float32), np.zeros((4, 2), np.float32), DAY_MS)
     seen: list[list[int]] = []
 
     class Spy:
@@ -118,7 +119,7 @@ def test_a_pair_that_nobody_asks_for_is_bought_once_per_ttl() -> None:
 def test_a_listed_pair_is_read_like_any_other() -> None:
     trace = trace_of([0, 0, 0], [0, 60_000, 120_000], [[1], [2], [1]])
     ads = np.array([[2], [1], [1]], dtype=np.int16)
-    policy = Listed("l", trace, 0, ads, np.ones((3, 1), np.float32), np.zeros((3, 2), np.float32), DAY_MS)
+    policy = Listed("l", 0, numbered(trace, 0, ads), np.ones((3, 1), np.float32), np.zeros((3, 2), np.float32), DAY_MS)
     assert simulate(trace, policy, setting_of(trace, 1.0)).hits.tolist() == [0, 1, 1]
 
 
