@@ -209,6 +209,13 @@ class Fleet:
                 self.crashes.append(process.exitcode)
                 self._processes[name] = self._start(name)
 
+    def handed_over(self, records: Iterable[tuple[str, int, int]]) -> bool:
+        """Whether workers were handed all these records: topic, partition, offset."""
+        pipe: Any = self._client.pipeline(transaction=False)
+        for topic, partition, offset in records:
+            pipe.hexists(DELIVERIES, f"{topic}:{partition}:{offset}")
+        return all(pipe.execute())
+
     def stop(self) -> list[int | None]:
         """Ends all in order; returns their exit codes."""
         for process in self._processes.values():

@@ -131,13 +131,12 @@ class Chaos:
         return self._fleet.group.members() == len(NAMES)
 
     def _takeover(self, most_s: float) -> float | None:
-        """Seconds until something newer than now was committed in each partition; None if it takes longer."""
+        """Seconds until some worker has a record of each partition in hand that is newer than now; None if it takes longer."""
         started_s = time.monotonic()
-        newest = {place: end for place, (_, end) in self._fleet.group.positions().items()}
+        next_ = [(*place, newest) for place, (_, newest) in self._fleet.group.positions().items()]
         while time.monotonic() < started_s + most_s:
             self._fleet.supervise()
-            reached = self._fleet.group.positions()
-            if all(reached[place][0] > end for place, end in newest.items()):
+            if self._fleet.handed_over(next_):
                 return time.monotonic() - started_s
             time.sleep(0.05)
         assert most_s < DEADLINE_S, "some partitions have no worker"
