@@ -30,6 +30,7 @@ from streams.user_log import UserLog
 CHUNK = 1_000
 SHOWN_REFUSALS = 5
 SHOWN_EVENTS = 20
+SHOWN_ERRORS = 5
 
 
 @dataclass
@@ -158,8 +159,8 @@ def replay(log: ActivityLog, events: Iterable[ActivityEvent], speed: float | Non
     return count
 
 
-def inspect_topics(log: ActivityLog, group: str) -> dict[str, dict[str, int]]:
-    """{topic: published, lag of the group, rejected}.
+def inspect_topics(log: ActivityLog, group: str) -> dict[str, dict[str, Any]]:
+    """{topic: published, lag of the group, rejected, and the newest rejections with their reasons}.
 
     Raises:
         LogUnavailable: the broker cannot be reached.
@@ -169,9 +170,22 @@ def inspect_topics(log: ActivityLog, group: str) -> dict[str, dict[str, int]]:
             "published": log.published(topic),
             "lag": log.lag(topic, group),
             "rejected": log.published(topic + REJECTED_SUFFIX),
+            "last_errors": _last_errors(log, topic + REJECTED_SUFFIX),
         }
         for topic in (SERVED_TOPIC, ACTIVITY_TOPIC)
     }
+
+
+def _last_errors(log: ActivityLog, topic: str) -> list[dict[str, Any]]:
+    """When, whose and why; newest first."""
+    found = []
+    for record in log.newest(topic, SHOWN_ERRORS):
+        try:
+            message = msgspec.json.decode(record.value, type=dict[str, Any])
+            found.append({"time_ms": int(message["time_ms"]), "key": message["key"], "reason": str(message["reason"])})
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            found.append({"time_ms": 0, "key": record.key, "reason": "a record of another form"})
+    return sorted(found, key=lambda error: error["time_ms"], reverse=True)[:SHOWN_ERRORS]
 
 
 def inspect_user(client: redis.Redis, user: ExternalId, schema: FeatureSchema) -> dict[str, Any]:

@@ -94,6 +94,13 @@ class ActivityLog(Protocol):
             LogUnavailable: The broker cannot be reached.
         """
 
+    def newest(self, topic: str, num: int) -> list[Record]:
+        """Read the newest records of a topic, outside of any group: ``num`` of each of its partitions at most; none if there is no topic.
+
+        Raises:
+            LogUnavailable: The broker cannot be reached.
+        """
+
     def lag(self, topic: str, group: str) -> int:
         """Count the records that were published but not yet committed by the group.
 

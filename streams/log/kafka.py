@@ -257,7 +257,28 @@ class KafkaLog:
         Raises:
             LogUnavailable: The cluster cannot be reached, or does not give them within ``READ_TIMEOUT_S``.
         """
-        deadline_s, found, place = time.monotonic() + READ_TIMEOUT_S, list[Record](), TopicPartition(topic, partition)
+        return [record for at, record in self._read(topic, partition, start, stop) if at < stop]
+
+    def newest(self, topic: str, num: int) -> list[Record]:
+        """Read the newest records of a topic; see ``ActivityLog.newest``. They come by partition."""
+
+        def find(admin: Any) -> list[tuple[int, int, int]]:
+            places = _places(admin, topic)
+            oldest, end = (_offsets(admin, places, spec) for spec in (OffsetSpec.EARLIEST, OffsetSpec.LATEST))
+            return [(place.partition, max(oldest[place], end[place] - num), end[place]) for place in places]
+
+        ends = self._ask(f"newest of {topic}", find)
+        return [
+            record
+            for partition, start, end in ends
+            if end > start
+            for _, record in self._read(topic, partition, start, end - 1)
+        ]
+
+    def _read(self, topic: str, partition: int, start: int, last: int) -> list[tuple[int, Record]]:
+        """(offset, record) from one offset up to and with another one that a record has."""
+        deadline_s, place = time.monotonic() + READ_TIMEOUT_S, TopicPartition(topic, partition)
+        found: list[tuple[int, Record]] = []
         try:
             with contextlib.closing(
                 KafkaConsumer(
@@ -273,10 +294,11 @@ class KafkaLog:
                 consumer.seek(place, start)
                 while time.monotonic() < deadline_s:
                     for message in consumer.poll(timeout_ms=READ_POLL_MS).get(place, ()):
-                        if message.offset >= stop:
+                        record = to_record(topic, partition, message.offset, message.key, message.value)
+                        found.append((message.offset, record))
+                        if message.offset >= last:
                             return found
-                        found.append(to_record(topic, partition, message.offset, message.key, message.value))
-                raise LogUnavailable(f"read {topic}: nothing at offset {stop} of partition {partition}")
+                raise LogUnavailable(f"read {topic}: nothing at offset {last} of partition {partition}")
         except kafka_errors.KafkaError as error:
             raise LogUnavailable(f"read {topic}: {error!r}") from error
 

@@ -17,7 +17,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry as ClientRetry
 
-from streams.log import Handler, LogUnavailable
+from streams.log import Handler, LogUnavailable, Record
 from streams.log.valkey_consumer import CLAIM_IDLE_MS, CLIENT_OUTAGES, Consumer, stream_key
 
 MAX_RECORDS = 1_000_000
@@ -143,6 +143,14 @@ class ValkeyLog:
                 return 0
             info: Any = self._client.xinfo_stream(key)
         return int(info["entries-added"])
+
+    def newest(self, topic: str, num: int) -> list[Record]:
+        """Read the newest records of a topic, oldest first; see ``ActivityLog.newest``."""
+        with _log_unavailable(f"newest of {topic}"):
+            entries: Any = self._client.xrevrange(stream_key(topic), count=num)
+        return [
+            Record(topic, fields[b"k"].decode(), fields[b"v"], number.decode()) for number, fields in reversed(entries)
+        ]
 
     def lag(self, topic: str, group: str) -> int:
         """Count the records not yet committed by the group; see ``ActivityLog.lag``.

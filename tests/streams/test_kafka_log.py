@@ -199,6 +199,20 @@ def test_messages_of_foreign_producers_reach_the_handler(log: KafkaLog, topic: s
     assert {(record.key, record.value) for record in seen.records} == {("", b"1"), ("\ufffd", b"")}
 
 
+def test_the_newest_records_are_read_outside_of_any_group(log: KafkaLog, topic: str) -> None:
+    assert log.newest("no-such-topic", 3) == []
+    assert log.newest(topic, 3) == []
+    log.publish_many(topic, [(f"u{i % 7}", b"%d" % i) for i in range(200)])
+    found = log.newest(topic, 3)
+    values = [int(record.value) for record in found]
+    assert 3 < len(found) <= 12 and len(set(values)) == len(values)
+    newest = {f"u{i % 7}": i for i in range(200)}
+    by_key = {record.key: int(record.value) for record in found}
+    assert all(newest[key] == value for key, value in by_key.items()), "the last of each key that is there"
+    assert 199 in values
+    assert log.lag(topic, topic) == 200
+
+
 def test_errors_name_what_is_wrong(log: KafkaLog, topic: str) -> None:
     with pytest.raises(ValueError, match=f"publish to {topic}"):
         log.publish(topic, "k", b"x" * (MAX_RECORD_BYTES + 1_000))

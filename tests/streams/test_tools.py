@@ -11,6 +11,7 @@ import redis
 from streams.dataset import Dataset
 from streams.errors import UserError
 from streams.events import ACTIVITY_TOPIC, decode_event, encode_event, event_rows
+from streams.log import Record, reject
 from streams.log.address import open_log
 from streams.log.valkey import ValkeyLog
 from streams.rows import user_key
@@ -88,9 +89,14 @@ def test_inspection_shows_lag_rejections_and_a_user(client: redis.Redis, dataset
     log = ValkeyLog(client)
     replay(log, list(events_of(dataset))[:30], None)
     log.publish(f"{ACTIVITY_TOPIC}.rejected", "x", b"{}")
+    for number in range(7):
+        reject(log, Record(ACTIVITY_TOPIC, "y", b"?", "0"), f"reason {number}")
     topics = inspect_topics(log, "solaris")
-    assert topics["activity"] == {"published": 30, "lag": 30, "rejected": 1}
-    assert topics["served"] == {"published": 0, "lag": 0, "rejected": 0}
+    errors = topics["activity"].pop("last_errors")
+    assert topics["activity"] == {"published": 30, "lag": 30, "rejected": 8}
+    assert topics["served"] == {"published": 0, "lag": 0, "rejected": 0, "last_errors": []}
+    assert {error["reason"] for error in errors} == {f"reason {number}" for number in range(2, 7)}
+    assert all(error["key"] == "y" and error["time_ms"] > 0 for error in errors)
     mine = dataset.users == dataset.users[0]
     UserLog(client).append(dataset.users[mine], dataset.rows[mine])
     found = inspect_user(client, int(dataset.raw_users[0]), dataset.schema)
