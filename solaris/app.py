@@ -166,6 +166,7 @@ def serve(
     for name in ("aiokafka", "faust", "mode"):
         # The first floods in an outage, of which the watch tells; the others tell of every step.
         logging.getLogger(name).setLevel(logging.CRITICAL if name == "aiokafka" else logging.WARNING)
+    logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a drain may well take longer than its period
     watch = Watch(log, group, topics, worker.metrics.registry, store=store)
     waiting = Delivery(log, group, worker.handle, stop, log.rejected)
     with contextlib.ExitStack() as stack:

@@ -89,6 +89,7 @@ class Worker:
         self._queue = SpeculationQueue(config.max_jobs)
         self._bucket = TokenBucket(config.flops_per_s)
         self._price = Price(config.flops_per_s)
+        self._rejected: list[tuple[Record, str]] = []
         self._refill = Refill(client, self._computer.users, representer.version)
 
     def run(self, consumer: str, stop: threading.Event) -> None:
@@ -109,6 +110,7 @@ class Worker:
         Raises:
             Retry: the store is away; nothing of the batch may be committed.
         """
+        self._rejected = []
         try:
             served = self._served(records)
             self._speculator.remember(served)
@@ -120,6 +122,7 @@ class Worker:
             for user, events in due.items():
                 self._queue.put(Job(user, self._speculator.value(user) * events))
             self._work()
+            self._set_aside()
         except STORE_OUTAGES as error:
             raise Retry(f"the store is away: {error}") from error
 
@@ -188,7 +191,7 @@ class Worker:
                         )
                     served.append(request)
                 except ServedRecordError as error:
-                    self._reject(record, str(error))
+                    self._rejected.append((record, str(error)))
         return served
 
     def _append(self, records: Sequence[Record]) -> dict[int, float]:
@@ -199,7 +202,7 @@ class Worker:
                 try:
                     user, row = event_row(decode_event(record.value), self._schema)
                 except EventError as error:
-                    self._reject(record, str(error))
+                    self._rejected.append((record, str(error)))
                     continue
                 users.append(user)
                 rows.append(row)
@@ -227,9 +230,11 @@ class Worker:
             if end > start and times[start] >= asked[user]
         ]
 
-    def _reject(self, record: Record, reason: str) -> None:
-        reject(self._log, record, reason)
-        self.metrics.rejected.labels(record.topic).inc()
+    def _set_aside(self) -> None:
+        """Publishes what was rejected, once the rest of the batch is done: a batch that fails comes again, and its rejections with it."""
+        for record, reason in self._rejected:
+            reject(self._log, record, reason)
+            self.metrics.rejected.labels(record.topic).inc()
 
 
 def event_values(values: Mapping[str, float], schema: FeatureSchema) -> list[tuple[int, float]]:

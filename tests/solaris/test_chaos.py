@@ -139,7 +139,12 @@ class Chaos:
             if self._fleet.handed_over(next_):
                 return time.monotonic() - started_s
             time.sleep(0.05)
-        assert most_s < DEADLINE_S, "some partitions have no worker"
+        if most_s >= DEADLINE_S:
+            group, missing = self._fleet.group, [one for one in next_ if not self._fleet.handed_over([one])]
+            pytest.fail(
+                f"partitions without a worker: {missing}; positions {group.positions()}, {group.members()} members, "
+                f"{len(self._fleet.crashes)} crashes"
+            )
         return None
 
 
