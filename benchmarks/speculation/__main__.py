@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from benchmarks.speculation.recall import shown_against_pairs
 from benchmarks.speculation.report import append_csv, curve_at, plots, print_table
@@ -117,6 +118,8 @@ def main() -> None:
     log(f"recall {recall} ({time.time() - began:.0f} s)")
     real_rows = run(shared, budgets, ttls, only)
     generated = generated_trace(0, QUICK_GENERATOR if quick else Generator())
+    if quick:
+        generated = replace(generated, name="generated_small")
     generated_rows = run(Shared.of(generated, foreseen_ttls), budgets, ttls, only)
     rows = real_rows + generated_rows
     if not quick:
