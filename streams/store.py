@@ -222,20 +222,22 @@ class EmbeddingStore:
         return block if keep.all() else block.take(np.flatnonzero(keep))
 
     def _merge(self, blocks: list[Block]) -> Block:
-        # The commonest cases by far need no sort: one block in order, or one that replaces another row by row.
         last, earlier = blocks[-1], blocks[:-1]
-        simple = len(earlier) < 2 and len(last.ads) <= self.max_rows and _in_order(last)
-        if simple and (not earlier or _supersedes(last, earlier[0])):
+        in_order = _in_order(last)
+        if in_order and not earlier and len(last.ads) <= self.max_rows:
             return last
-        merged = Block.concatenate(blocks)
-        ads, state_ms, versions = merged.ads, merged.state_ms, merged.versions
-        order = np.lexsort([versions, state_ms, ads])
-        # The sort is stable: of two rows for one state the later written stays, since its writer knew all that the earlier one did.
-        newest = np.append(ads[order[1:]] != ads[order[:-1]], True)
-        best = order[newest]
+        others = _others(earlier[0], last) if in_order and len(earlier) == 1 else None
+        if others is not None:  # by far the commonest: newer rows over those that are stored
+            merged = Block.concatenate([others, last])
+            best = np.argsort(merged.ads, kind="stable")
+        else:
+            merged = Block.concatenate(blocks)
+            order = np.lexsort([merged.versions, merged.state_ms, merged.ads])
+            # The sort is stable: of two rows for one state the later written stays, as its writer knew all that the earlier one did.
+            best = order[np.append(merged.ads[order[1:]] != merged.ads[order[:-1]], True)]
         if len(best) > self.max_rows:
-            rank = state_ms[best] + WORTH_HALF_LIFE_MS * merged.worth[best].astype(np.float64)
-            kept = np.lexsort([ads[best], rank])[-self.max_rows :]
+            rank = merged.state_ms[best] + WORTH_HALF_LIFE_MS * merged.worth[best].astype(np.float64)
+            kept = np.lexsort([merged.ads[best], rank])[-self.max_rows :]
             best = best[np.sort(kept)]
         return merged.take(best)
 
@@ -258,15 +260,20 @@ def _in_order(block: Block) -> bool:
     return bool((block.ads[1:] > block.ads[:-1]).all())
 
 
-def _supersedes(new: Block, old: Block) -> bool:
-    """Whether a block has just the ads of another one, none of them older."""
-    return (
-        len(new.ads) == len(old.ads)
-        and bool((new.ads == old.ads).all())
-        and bool(
-            ((new.state_ms > old.state_ms) | ((new.state_ms == old.state_ms) & (new.versions >= old.versions))).all()
-        )
-    )
+def _others(old: Block, new: Block) -> Block | None:
+    """The rows of one block whose ads another one does not have; None if it is newer for any that it has. Both are in order."""
+    if not len(old.ads):
+        return old
+    at = np.minimum(np.searchsorted(old.ads, new.ads), len(old.ads) - 1)
+    same = old.ads[at] == new.ads
+    at = at[same]
+    state_ms, versions = new.state_ms[same], new.versions[same]
+    older = (old.state_ms[at] > state_ms) | ((old.state_ms[at] == state_ms) & (old.versions[at] > versions))
+    if older.any():
+        return None
+    keep = np.ones(len(old.ads), dtype=bool)
+    keep[at] = False
+    return old.take(np.flatnonzero(keep))
 
 
 def lookup(
