@@ -175,7 +175,17 @@ def serve(
         stack.enter_context(watch.running())
         if not waiting.until_done(lambda: log.ensure_topics(topic_specs(settings.kafka_partitions, topics))):
             return 0
-        return asyncio.run(_run(settings, worker, log, watch, stop, topics, group))
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            return runner.run(_run(settings, worker, log, watch, stop, topics, group))
+
+
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed (not on every system): a record costs Faust a fifth less."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 async def _run(

@@ -26,7 +26,7 @@ from solaris.metrics import WorkerMetrics
 from streams.log import Record
 from streams.log.delivery import OUTAGES, Delivery
 from streams.log.kafka import KafkaLog
-from streams.log.kafka_consumer import next_offsets, to_record
+from streams.log.kafka_consumer import to_record
 
 
 class BatchWorker(Protocol):
@@ -83,49 +83,48 @@ class Batches:
             generation = app.consumer_generation_id
             # What a rebalance made void is read again by whoever owns it now.
             messages = [event.message for event in events if event.message.generation_id == generation]
-            records = [to_record(m.topic, m.partition, m.offset, m.key, m.value) for m in messages]
-            records.sort(key=lambda record: self._order[record.topic])  # stable
+            messages.sort(key=lambda message: self._order[message.topic])  # stable
             if generation != self._generation:
                 self._generation = generation
                 self._reached.clear()  # others may have been at work in between
-            if not records or not await self._run(lambda: self._deliver(records)):
+            if not messages or not await self._run(lambda: self._deliver(messages)):
                 return
             if app.consumer_generation_id != generation:
                 self._watch.errors.labels("commit").inc()
                 return
-            offsets = {TP(topic, partition): offset for (topic, partition), offset in next_offsets(records).items()}
+            offsets = {TP(message.topic, message.partition): message.offset + 1 for message in messages}
             # Faust has no public way to commit offsets of one's own choice. It refuses those of partitions that are
             # no longer ours, and waits for a broker that is away.
             if not await app.consumer._commit(offsets):
                 self._watch.errors.labels("commit").inc()
                 return
-            for topic, number in Counter(record.topic for record in records).items():
+            for topic, number in Counter(message.topic for message in messages).items():
                 self._watch.records.labels(topic).inc(number)
 
-    def _deliver(self, records: Sequence[Record]) -> bool:
+    def _deliver(self, messages: Sequence[Any]) -> bool:
         before = Counter(self.rejected)
         whole: list[Record] = []
-        done = self._delivery.until_done(lambda: whole.extend(self._with_skipped(records)))
+        done = self._delivery.until_done(lambda: whole.extend(self._with_skipped(messages)))
         done = done and self._delivery.deliver(whole, lambda _: None)
         for topic, number in (self.rejected - before).items():
             self._worker.metrics.rejected.labels(topic).inc(number)
         return done
 
-    def _with_skipped(self, records: Sequence[Record]) -> list[Record]:
-        """The records, with those before them that Faust did not hand over."""
+    def _with_skipped(self, messages: Sequence[Any]) -> list[Record]:
+        """The records of messages, with those before them that Faust did not hand over."""
         reached, whole = dict(self._reached), list[Record]()
-        for topic in {topic for topic, partition in next_offsets(records) if (topic, partition) not in reached}:
+        for topic in {m.topic for m in messages if (m.topic, m.partition) not in reached}:
             committed = self._log.positions(topic, self._group)
             reached = {(topic, partition): offset for partition, (offset, _) in committed.items()} | reached
-        for record in records:
-            ((place, after),) = next_offsets([record]).items()
+        for m in messages:
+            place, offset = (m.topic, m.partition), m.offset
             expected = reached.get(place, 0)
-            if expected < after - 1:
-                skipped = self._log.read(*place, expected, after - 1)  # none, where offsets belong to no record
+            if expected < offset:
+                skipped = self._log.read(*place, expected, offset)  # none, where offsets belong to no record
                 self._watch.errors.labels("skipped").inc(len(skipped))
                 whole += skipped
-            whole.append(record)
-            reached[place] = max(expected, after)
+            whole.append(to_record(m.topic, m.partition, offset, m.key, m.value))
+            reached[place] = max(expected, offset + 1)
         self._reached = reached
         return whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExternalId = int | str
+KEPT_STRINGS = 2**16  # users and ads come again and again; some 10 MB
 _CANONICAL_INT = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
 
 
@@ -41,15 +43,20 @@ def id64(value: ExternalId) -> int:
     if isinstance(value, str):
         if not value:
             raise ValueError("an id may not be an empty string")
-        if not _CANONICAL_INT.fullmatch(value) or value == "-0":
-            return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little")
-        value = int(value)
+        return _string_id(value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"an integer id must fit 64 bits, found {value}")
     x = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 31)
+
+
+@functools.lru_cache(KEPT_STRINGS)
+def _string_id(value: str) -> int:
+    if not _CANONICAL_INT.fullmatch(value) or value == "-0":
+        return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little")
+    return id64(int(value))
 
 
 def ids64(values: Sequence[ExternalId]) -> NDArray[np.uint64]:

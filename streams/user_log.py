@@ -7,6 +7,7 @@ same, without a lock. An event id that a producer gives to two different events 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import redis
 
 from streams.rows import LOG_ROW, RowArray, byte_keys, check_rows, first_of_run, row_order, user_key
 
+KEPT_SIZES = 100_000
+"""Users whose log's size is remembered, some 10 MB: their logs are trimmed only once they may be full."""
 FOREVER_MS = 2**53
 """Above any event time, and exact as a score."""
 
@@ -54,6 +57,7 @@ class UserLog:
             raise ValueError(f"max_events is {max_events}, expected 1 or more")
         self._client = client
         self.max_events = max_events
+        self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def append(self, users: Users, rows: RowArray) -> int:
         """Add events in one round trip; those that are there already change nothing.
@@ -79,13 +83,31 @@ class UserLog:
         scores = rows["time_ms"][order].tolist()
         starts = np.flatnonzero(first_of_run(users[order])).tolist()
         pipe: Any = self._client.pipeline(transaction=False)
+        trimmed = []
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-            key = user_key(users[order[start]], "log")
+            user = int(users[order[start]])
+            key = user_key(user, "log")
             pairs = [part for at in range(start, stop) for part in (scores[at], members[at])]
             pipe.execute_command("ZADD", key, *pairs)
-            # The newest of (the newest so far and what is added) are the newest of all: trimming, too, knows no order.
-            pipe.execute_command("ZREMRANGEBYRANK", key, 0, -self.max_events - 1)
-        return int(sum(pipe.execute()[::2]))
+            # A log that is half full at most, as far as we know, cannot overflow, even with another writer as busy as we are.
+            trim = 2 * (self._sizes.get(user, self.max_events) + stop - start) > self.max_events
+            if trim:
+                # The newest of (the newest so far and what is added) are the newest of all: trimming, too, knows no order.
+                pipe.execute_command("ZREMRANGEBYRANK", key, 0, -self.max_events - 1)
+                pipe.execute_command("ZCARD", key)
+            trimmed.append((user, trim))
+        replies = iter(pipe.execute())
+        new = 0
+        for user, trim in trimmed:
+            added = next(replies)
+            new += added
+            if trim:
+                next(replies)
+            self._sizes[user] = next(replies) if trim else self._sizes[user] + added
+            self._sizes.move_to_end(user)
+        while len(self._sizes) > KEPT_SIZES:
+            self._sizes.popitem(last=False)
+        return new
 
     def history(self, user: int, before_ms: int, limit: int) -> RowArray:
         """Read the newest events of a user strictly before a moment.

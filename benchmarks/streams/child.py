@@ -22,7 +22,7 @@ import redis
 
 from kernels.host import use_one_core
 from loopfm.represent import Representer
-from solaris.app import BATCH_RECORDS, BATCH_WITHIN_S, BUFFER_RECORDS, serve
+from solaris.app import BATCH_RECORDS, BATCH_WITHIN_S, BUFFER_RECORDS, event_loop, serve
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.compute import Done
 from solaris.worker import TOPICS, Worker, WorkerConfig
@@ -149,7 +149,11 @@ def main() -> None:
     args = parser.parse_args()
     use_one_core()
     logging.disable(logging.WARNING)
-    print(json.dumps(asyncio.run(empty(args)) if args.kind == "empty" else worker(args)))
+    if args.kind == "empty":
+        with asyncio.Runner(loop_factory=event_loop()) as runner:
+            print(json.dumps(runner.run(empty(args))))
+    else:
+        print(json.dumps(worker(args)))
 
 
 if __name__ == "__main__":
