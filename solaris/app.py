@@ -20,7 +20,7 @@ import logging
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,6 @@ from streams.log.kafka import KafkaLog
 from streams.log.kafka_client import KafkaSecurity, servers, topic_specs
 from streams.log.kafka_consumer import HEARTBEAT_MS, MAX_POLL_INTERVAL_MS, METADATA_AGE_MS, SESSION_TIMEOUT_MS
 
-BATCH_RECORDS = 512
-"""Records of a micro-batch at most; it fills the FM's batches of users."""
-BATCH_WITHIN_S = 0.05
-"""How long a record may wait for others of its batch: well below the second that computing its rows may take."""
 BUFFER_RECORDS = 2_048
 """Records read ahead while the handler works: a few batches, so that memory is bounded."""
 REQUEST_TIMEOUT_S = 15.0
@@ -123,10 +119,9 @@ def create_app(
     )
 
     @app.agent(topic, name="solaris", supervisor_strategy=CrashingSupervisor)
-    async def handle(stream: Any) -> AsyncIterator[None]:
-        async for events in stream.take_events(BATCH_RECORDS, within=BATCH_WITHIN_S):
-            await app.batches.handle(app, events)
-            yield
+    async def handle(stream: Any) -> None:
+        async for event in stream.events():
+            await app.batches.put(app, event)
 
     @app.timer(DRAIN_PERIOD_S)
     async def drain() -> None:
@@ -204,6 +199,9 @@ async def _run(
         await asyncio.sleep(STOP_POLL_S)
         if starting.done() and starting.exception() is not None:
             logger.error("the app cannot start", exc_info=starting.exception())
+            failed = True
+        elif app.batches.failure is not None:
+            logger.error("the handling of batches has failed", exc_info=app.batches.failure)
             failed = True
         elif app.should_stop:
             logger.error("the app has crashed", exc_info=app.crash_reason)

@@ -1,7 +1,7 @@
 """Micro-batches of a Faust stream through the worker's handler, committed after it has returned.
 
 Faust's own acknowledgements are switched off and offsets are committed here, for three reasons found in Faust 0.15.3: `take`
-acknowledges its events in a `finally`, so also when the handler failed or was cancelled; events that a stream skips during a rebalance
+acknowledges its events in a `finally`, so also when the handler failed or was cancelled; events that a stream skips in a rebalance
 are acknowledged unseen; and a partition without a committed offset is committed past unacknowledged records. Each of them
 loses records when a worker dies at the wrong moment.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -27,6 +27,13 @@ from streams.log import Record
 from streams.log.delivery import OUTAGES, Delivery
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_consumer import to_record
+
+BATCH_RECORDS = 512
+"""Records of a micro-batch at most; it fills the FM's batches of users."""
+BATCH_WITHIN_S = 0.02
+"""How long an idle worker lets a batch fill; a busy one takes what has come in the meantime."""
+WAITING_RECORDS = 2 * BATCH_RECORDS
+"""Records that wait for the worker, beside Faust's own buffer, so that memory is bounded."""
 
 
 class BatchWorker(Protocol):
@@ -75,7 +82,40 @@ class Batches:
         self._reached: dict[Place, int] = {}
         self._pool = ThreadPoolExecutor(1, "solaris-handler")
         self._turn = asyncio.Lock()
+        self._waiting: deque[Any] = deque()
+        self._arrived, self._room = asyncio.Event(), asyncio.Event()
+        self._working: asyncio.Task[None] | None = None
         self.in_hand = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the work; nothing will be handled any more."""
+        if self._working is None or not self._working.done() or self._working.cancelled():
+            return None
+        return self._working.exception()
+
+    async def put(self, app: Any, event: Any) -> None:
+        """Takes an event for the next batch; while the worker is busy, `WAITING_RECORDS` of them.
+
+        Faust's `take` would not do: it hands over and collects in turns, so that either Faust or the worker is idle.
+        """
+        if self._working is None:
+            self._working = asyncio.create_task(self._work_on(app))
+        while len(self._waiting) >= WAITING_RECORDS:
+            self._room.clear()
+            await self._room.wait()
+        self._waiting.append(event)
+        self._arrived.set()
+
+    async def _work_on(self, app: Any) -> None:
+        while True:
+            if not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+                await asyncio.sleep(BATCH_WITHIN_S)
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_RECORDS))]
+            self._room.set()
+            await self.handle(app, batch)
 
     async def handle(self, app: Any, events: Sequence[Any]) -> None:
         """Handles and commits the events of one micro-batch."""
@@ -147,7 +187,9 @@ class Batches:
             pass
 
     def close(self) -> None:
-        """Ends the handler's thread once it is free."""
+        """Ends the work, and the handler's thread once it is free."""
+        if self._working is not None:
+            self._working.cancel()
         self._pool.shutdown(wait=False)
 
     async def _run(self, action: Callable[[], bool]) -> bool:

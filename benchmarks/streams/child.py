@@ -22,7 +22,7 @@ import redis
 
 from kernels.host import use_one_core
 from loopfm.represent import Representer
-from solaris.app import BATCH_RECORDS, BATCH_WITHIN_S, BUFFER_RECORDS, event_loop, serve
+from solaris.app import BUFFER_RECORDS, event_loop, serve
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.compute import Done
 from solaris.worker import TOPICS, Worker, WorkerConfig
@@ -120,13 +120,12 @@ async def empty(args: argparse.Namespace) -> dict[str, object]:
 
     @app.agent(topic)
     async def count(stream: Any) -> Any:
-        async for batch in stream.take_events(BATCH_RECORDS, within=BATCH_WITHIN_S):
+        async for _ in stream.events():
             found["first"] = found["first"] or time.perf_counter()
-            found["events"] += len(batch)
+            found["events"] += 1
             if found["events"] >= args.events:
                 found["seconds"] = time.perf_counter() - found["first"]
                 done.set()
-            yield
 
     starting = asyncio.create_task(app.start())
     await done.wait()
