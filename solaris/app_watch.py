@@ -19,7 +19,7 @@ from streams.log import LogUnavailable
 from streams.log.kafka import KafkaLog
 from streams.log.throttle import Throttle
 
-PROBE_PERIOD_S = 2.0
+PROBE_PERIOD_S = 5.0
 """How often the broker is asked: a scrape or a readiness check is about as often, and it is six small requests."""
 STALL_LIMIT_S = 30.0
 """With records waiting and none committed for so long, a consumer is stalled: above a slow batch, below what a pager should tolerate."""

@@ -60,7 +60,7 @@ class WorkerConfig:
     """
 
     slate_size: int = 100
-    micro_batch: int = 64
+    micro_batch: int = 256
     max_jobs: int = 10_000
     max_rows: int = 1_024
     min_events: int = 1

@@ -4,7 +4,8 @@ The parts on Kafka need a distribution at KAFKA_HOME, of which each of them star
 Reported, medians over interleaved rounds with least and greatest:
 - handlers: events/s of `Worker.handle` in batches, user-log append included, without the FM;
 - append: the same through Kafka and Faust; empty: a Faust agent that does nothing, in the same run;
-- fm: with the FM of the tests (width 16, two layers, slates of 100 ads), from an event's time to its rows being readable, at a steady rate.
+- fm: with the FM of the tests (width 16, two layers, slates of 32 ads), from an event's time to its rows being readable, at steady rates of
+  events of 1,000 users who come at random: nearly each event is a run of the FM.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from streams.requests import SERVED_TOPIC, ServedRequest, encode_served
 from tests.kafka_broker import Broker
 from tests.system import System, build
 
-PARTITIONS, BATCH, SLATE, USERS = 4, 512, 100, 1_000
-RATE_PER_S, TICK_S = 1_000, 0.01
+PARTITIONS, BATCH, SLATE, USERS = 4, 512, 32, 1_000
+RATES_PER_S, TICK_S = (250, 500, 1_000), 0.01
 MINI = Path(__file__).parents[2] / "data" / "kuairand" / "mini"
 
 
@@ -159,17 +160,17 @@ class Reader:
         return found
 
 
-def latency(log: KafkaLog, reader: Reader, traffic: Traffic, seconds: float) -> dict[str, float]:
+def latency(log: KafkaLog, reader: Reader, traffic: Traffic, seconds: float, rate: int) -> dict[str, float]:
     """Publishes at a steady rate to a worker that has every user's slate."""
     log.publish_many(SERVED_TOPIC, traffic.requests())
     group = f"latency-{uuid.uuid4().hex[:8]}"
-    total = int(seconds * RATE_PER_S)
+    total = int(seconds * rate)
     process = reader.start("fm", group, total)
     while log.lag(SERVED_TOPIC, group):
         time.sleep(0.1)
     start, sent = time.perf_counter(), 0
     while sent < total:
-        due = min(int((time.perf_counter() - start) * RATE_PER_S), total)
+        due = min(int((time.perf_counter() - start) * rate), total)
         if due > sent:
             log.publish_many(ACTIVITY_TOPIC, traffic.events(due - sent))
             sent = due
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     args = parser.parse_args()
     use_one_core()
-    rounds, num, seconds = (3, 20_000, 15.0) if args.quick else (5, 40_000, 30.0)
+    rounds, num, seconds = (3, 20_000, 12.0) if args.quick else (5, 40_000, 30.0)
     rows: list[dict[str, object]] = []
 
     def note(name: str, values: list[float], unit: str) -> float:
@@ -212,14 +213,16 @@ def main() -> None:
             summary["empty_per_s"] = note("empty Faust agent", found["empty"], "events/s")
             ratios = [a / b for a, b in zip(found["append"], found["empty"], strict=True)]
             summary["append_of_empty"] = note("append / empty", ratios, "ratio")
-            runs = []
-            for _ in range(1 if args.quick else 3):
-                with broker_of(Path(home)) as (address, log):
-                    runs.append(latency(log, Reader(address, server, Path(folder)), traffic, seconds))
-            summary["event_to_row_p50_ms"] = note("event to row, p50", [r["p50_ms"] for r in runs], "ms")
-            summary["event_to_row_p99_ms"] = note("event to row, p99", [r["p99_ms"] for r in runs], "ms")
-            note("FM users / event", [r["fm_users"] / r["events"] for r in runs], "ratio")
-            note("FM and store, share of time", [r["fm_share"] for r in runs], "ratio")
+            for rate in RATES_PER_S:
+                runs = []
+                for _ in range(1 if args.quick else 3):
+                    with broker_of(Path(home)) as (address, log):
+                        runs.append(latency(log, Reader(address, server, Path(folder)), traffic, seconds, rate))
+                for quantile in ("p50", "p99"):
+                    median = note(f"event to row, {quantile}, {rate}/s", [r[f"{quantile}_ms"] for r in runs], "ms")
+                    summary[f"event_to_row_{quantile}_ms_at_{rate}"] = median
+                note(f"FM users / event, {rate}/s", [r["fm_users"] / r["events"] for r in runs], "ratio")
+                note(f"FM and store, share, {rate}/s", [r["fm_share"] for r in runs], "ratio")
         else:
             print("KAFKA_HOME names no Kafka distribution: the parts on Kafka are left out")
         append_rows("streams", rows)
