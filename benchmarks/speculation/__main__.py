@@ -14,8 +14,9 @@ import sys
 import time
 from dataclasses import replace
 
+from benchmarks.results import append_rows
 from benchmarks.speculation.recall import shown_against_pairs
-from benchmarks.speculation.report import append_csv, curve_at, plots, print_table
+from benchmarks.speculation.report import curve_at, plots, print_table
 from benchmarks.speculation.suite import (
     FREQUENCY,
     GREEDY,
@@ -51,7 +52,7 @@ def run(
         for budget in budgets:
             part = comparison.rows(budget)
             print_table(part)
-            append_csv(part)
+            append_rows("speculation", part)
             rows += part
     return rows
 

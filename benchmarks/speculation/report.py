@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import datetime
-import platform
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 
+from benchmarks.results import FOLDER
+
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 Row = dict[str, object]
-RESULT = Path(__file__).parents[1] / "results" / "speculation.csv"
+RESULT = FOLDER / "speculation.csv"
 PLOTS = Path("runs/speculation")
 COLUMNS = (
     *(
@@ -48,26 +47,6 @@ def print_table(rows: Sequence[Row]) -> None:
     )
     for row in sorted(rows, key=lambda r: _number(r["coverage"])):
         print(f"{row['policy']!s:18s}" + "".join(f"{_text(row[name]):>17s}" for name in COLUMNS[1:]), flush=True)
-
-
-def append_csv(rows: Sequence[Row]) -> None:
-    """Appends rows with date, commit and device; the columns of an older file must be the same."""
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "device": f"cpu {platform.machine()}",
-    }
-    RESULT.parent.mkdir(exist_ok=True)
-    new = not RESULT.exists()
-    with RESULT.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*about, *rows[0]])
-        if new:
-            writer.writeheader()
-        writer.writerows(
-            about | {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        )
 
 
 def flops_of(measure: str) -> str:
