@@ -24,7 +24,7 @@ from faust.types import TP
 from solaris.app_watch import Place, Watch
 from solaris.metrics import WorkerMetrics
 from streams.log import Record
-from streams.log.delivery import OUTAGES, Delivery
+from streams.log.delivery import Delivery, is_outage
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_consumer import to_record
 
@@ -145,7 +145,8 @@ class Batches:
         before = Counter(self.rejected)
         whole: list[Record] = []
         done = self._delivery.until_done(lambda: whole.extend(self._with_skipped(messages)))
-        done = done and self._delivery.deliver(whole, lambda _: None)
+        for start in range(0, len(whole), BATCH_RECORDS):  # more than one batch, where records were skipped
+            done = done and self._delivery.deliver(whole[start : start + BATCH_RECORDS], lambda _: None)
         for topic, number in (self.rejected - before).items():
             self._worker.metrics.rejected.labels(topic).inc(number)
         return done
@@ -172,7 +173,7 @@ class Batches:
         try:
             self._worker.handle(records)
         except Exception as error:
-            self._watch.errors.labels("store" if isinstance(error, OUTAGES) else "handler").inc()
+            self._watch.errors.labels("store" if is_outage(error) else "handler").inc()
             raise
 
     async def drain(self) -> None:

@@ -68,7 +68,10 @@ class Watch:
         self.partitions = Gauge("solaris_kafka_partitions", "Partitions of this worker", registry=registry)
         self.rebalances = Counter("solaris_kafka_rebalances", "Assignments of partitions", registry=registry)
         self.errors = Counter(
-            "solaris_kafka_errors", "Failures: broker, store, handler, commit, crash, skipped records", ["kind"], registry=registry
+            "solaris_kafka_errors",
+            "Failures: broker, store, handler, commit, crash, skipped records",
+            ["kind"],
+            registry=registry,
         )
 
     def assigned(self, places: Collection[Place]) -> None:

@@ -43,6 +43,7 @@ class Done:
     Attributes:
         users, pairs: computed.
         unchanged: users without enough new events. worthless: users whose gain would not pay.
+        lost: users whom another worker came between; to be run again.
         flops: spent.
         asked: f4[n], expected gain of every pair that was considered.
     """
@@ -51,6 +52,7 @@ class Done:
     pairs: int = 0
     unchanged: int = 0
     worthless: int = 0
+    lost: list[int] = field(default_factory=list)
     flops: float = 0.0
     asked: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
 
@@ -79,31 +81,38 @@ class Computer:
         self.users = store_of(client, USER, layout, max_rows=1)
         self._log = UserLog(client)
 
-    def run(self, users: Sequence[int], price: float) -> Done:
+    def run(self, users: Sequence[int], price: float, events: dict[int, int] | None = None) -> Done:
         """Computes the rows of users; a user without any event has no state to compute, and his first event will bring him back.
 
         Args:
             users: distinct.
             price: gain that a FLOP must bring.
+            events: how many came for each user since his last run, also late ones, which the log does not show; reset here.
         """
+        events = {} if events is None else events
         done = Done()
         known = []
         for one in self._read(users):
             if not len(one.history):
                 continue
-            if self._due(one):
+            if self._due(one, price, events.get(one.user, 0)):
+                events.pop(one.user, None)
                 known.append(one)
             else:
                 done.unchanged += 1
         plans = self._speculator.plan(
-            [one.user for one in known], [one.slate for one in known], [one.pairs for one in known], price
+            [one.user for one in known],
+            [one.slate for one in known],
+            [one.pairs for one in known],
+            [int(one.history["time_ms"][-1]) for one in known],
+            price,
         )
         work = [(one, plan) for one, plan in zip(known, plans, strict=True) if plan.worthwhile]
         done.worthless = len(known) - len(work)
         if plans:
             done.asked = np.concatenate([plan.asked for plan in plans])
         if work:
-            self._compute([one for one, _ in work], [plan for _, plan in work])
+            done.lost = self._compute([one for one, _ in work], [plan for _, plan in work])
         done.users, done.pairs = len(work), sum(len(plan.ads) for _, plan in work)
         done.flops = sum(plan.flops for _, plan in work)
         return done
@@ -140,18 +149,20 @@ class Computer:
             )
         return known
 
-    def _due(self, one: Known) -> bool:
+    def _due(self, one: Known, price: float, events: int) -> bool:
         """Whether enough has happened since the user's rows were computed, or some of his slate has none."""
         if self._min_events == 1 or one.state_ms is None:
             return True
         new = int(np.count_nonzero(one.history["time_ms"] > one.state_ms))
-        if new >= min(self._min_events, self._representer.engine.history):
+        if max(new, events) >= min(self._min_events, self._representer.engine.history):
             return True
+        if price > 0:
+            return False  # pairs without rows were not worth them
         ads = one.slate.ads[~one.slate.explored]
         _, level, _ = self.pairs.lookup(one.pairs, ads, one.state_ms + 1, self._representer.version)
         return bool((level == Level.NONE).any())
 
-    def _compute(self, known: list[Known], plans: list[Plan]) -> None:
+    def _compute(self, known: list[Known], plans: list[Plan]) -> list[int]:
         users = np.array([one.user for one in known], dtype=np.uint64)
         history = np.concatenate([one.history for one in known])
         offsets = np.concatenate([[0], np.cumsum([len(one.history) for one in known])])
@@ -169,10 +180,12 @@ class Computer:
             _rows(plan.ads, int(state), version, pairs[start:end], plan.values)
             for plan, state, start, end in zip(plans, state_ms, cuts[:-1], cuts[1:], strict=True)
         ]
-        self.pairs.write(users, rows, [one.raw_pairs for one in known])
+        lost: list[int] = []
+        self.pairs.write(users, rows, [one.raw_pairs for one in known], lost)
         one_ad = np.array([USER_ROW], dtype=np.uint64)
         own_rows = [_rows(one_ad, int(state), version, own[b : b + 1]) for b, state in enumerate(state_ms)]
-        self.users.write(users, own_rows, [one.raw_user for one in known])
+        self.users.write(users, own_rows, [one.raw_user for one in known], lost)
+        return sorted(set(lost))
 
 
 def _rows(

@@ -20,6 +20,7 @@ from streams.user_log import FOREVER_MS, UserLog
 
 VERSIONS = "fm:versions"
 KEPT_VERSIONS = 16
+MAX_TRIED = 1_000_000  # users, some 60 MB; beyond it the walk goes on until their rows have expired
 SCAN_COUNT = 512  # keys of one step: a millisecond of the server
 
 
@@ -37,6 +38,7 @@ class Refill:
         self._log = UserLog(client)
         self._cursor: int | None = None
         self._found = False
+        self._tried: set[int] = set()
         self.retired: frozenset[int] | None = None
 
     def start(self) -> frozenset[int]:
@@ -86,7 +88,10 @@ class Refill:
                 behind = slate > 0  # without a slate or rows it is a user whom nothing has asked for yet
             else:
                 older = int(row.versions[0]) != self._version
-                self._found |= older
+                # Once is enough: a user whose job cannot be done, or is not worth it, must not keep the walk going.
+                self._found |= older and user not in self._tried
+                if older and len(self._tried) < MAX_TRIED:
+                    self._tried.add(user)
                 behind = older or int(row.state_ms[0]) < int(last["time_ms"][0])
             if behind:
                 due.append(user)

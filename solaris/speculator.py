@@ -87,10 +87,12 @@ class Speculator:
         users = np.array(sorted({request.user for request in served}), dtype=np.uint64)
         replies = self.store.raw_many(users)
         last = {int(user): slate_of(self.store.decode(reply)) for user, reply in zip(users, replies, strict=True)}
-        rows = []
-        for request in sorted(served, key=lambda one: one.time_ms):
-            slate = self._slate(request)
-            rows.append((request.user, _rows(slate, self.slate_size)))
+        requests = sorted(served, key=lambda one: one.time_ms)
+        slates = [self._slate(request) for request in requests]
+        # First the writes: if they fail, the records come again, and what was learned would be learned twice.
+        rows = [_rows(slate, self.slate_size) for slate in slates]
+        self.store.write([request.user for request in requests], rows)
+        for request, slate in zip(requests, slates, strict=True):
             before = last[request.user]
             if len(slate.ads) and slate.time_ms > before.time_ms:
                 self.outlook.learn(self._explored.pop(request.user, before), slate)
@@ -99,7 +101,6 @@ class Speculator:
                 self.explorer.observe(slate)
                 self._remember_worth(request.user, slate)
                 last[request.user] = slate
-        self.store.write([user for user, _ in rows], [row for _, row in rows])
 
     def value(self, user: int) -> float:
         """Expected gain of computing a user's rows now; asked before anything of him is read."""
@@ -118,17 +119,24 @@ class Speculator:
             self._explored.popitem(last=False)
         return wider
 
-    def plan(self, users: Sequence[int], slates: Sequence[Slate], rows: Sequence[Rows], price: float) -> list[Plan]:
+    def plan(
+        self,
+        users: Sequence[int],
+        slates: Sequence[Slate],
+        rows: Sequence[Rows],
+        newest_ms: Sequence[int],
+        price: float,
+    ) -> list[Plan]:
         """Chooses the pairs that are worth more than they cost.
 
         Args:
-            users: who. slates: theirs. rows: their pair rows as they stand, vectors not needed.
+            users: who. slates: theirs. rows: their pair rows as they stand, vectors not needed. newest_ms: of their events.
             price: gain that a FLOP must bring; at 0 whole slates are computed.
         """
         if not users:
             return []
         sizes = [len(slate.ads) for slate in slates]
-        level = np.concatenate([self._levels(slate, own) for slate, own in zip(slates, rows, strict=True)])
+        level = np.concatenate([self._levels(*known) for known in zip(slates, rows, newest_ms, strict=True)])
         visits = np.repeat([self.outlook.returns.expect(user) for user in users], sizes)
         values = self.outlook.persistence(Slate.concatenate(slates)) * self.outlook.gains()[level] * visits
         plans, start = [], 0
@@ -150,10 +158,10 @@ class Speculator:
             start += size
         return plans
 
-    def _levels(self, slate: Slate, rows: Rows) -> NDArray[np.int64]:
+    def _levels(self, slate: Slate, rows: Rows, newest_ms: int) -> NDArray[np.int64]:
         """What a candidate would be served with now: its row, or else what was read for it, unless that was a row that has gone."""
         ttl_ms, failover_ttl_ms = self._layout.ttl_ms, self._layout.failover_ttl_ms
-        _, level, _ = lookup(rows, slate.ads, slate.time_ms + 1, self._version, ttl_ms, failover_ttl_ms)
+        _, level, _ = lookup(rows, slate.ads, max(slate.time_ms, newest_ms) + 1, self._version, ttl_ms, failover_ttl_ms)
         return np.where(level == Level.NONE, np.minimum(slate.levels, Level.USER_AGGREGATE), level)
 
     def _slate(self, served: ServedRequest) -> Slate:

@@ -24,9 +24,9 @@ from solaris.price import Price
 from solaris.queue import Job, SpeculationQueue
 from solaris.refill import Refill
 from solaris.speculator import Speculator
-from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row
+from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row, time_problem
 from streams.log import ActivityLog, Record, Retry, reject
-from streams.log.delivery import CLIENT_OUTAGES
+from streams.log.delivery import is_outage
 from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, decode_served
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
@@ -37,8 +37,8 @@ GROUP = "solaris"
 TOPICS = (SERVED_TOPIC, ACTIVITY_TOPIC)  # slates before the events that trigger them
 REFILL_SHARE = 0.01  # value of refilling a user after a change of the FM, against one who was just active
 
-STORE_OUTAGES = (*CLIENT_OUTAGES, OSError, StoreContentionError)
-"""What passes by itself: the same work may be tried again as it is."""
+SPARE = 0.95  # with so much of the bucket full nothing is too cheap to be computed: the budget would be lost
+KEPT_COUNTS = 100_000  # users of whom it is remembered how many events have come since their last run
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Worker:
         self._bucket = TokenBucket(config.flops_per_s)
         self._price = Price(config.flops_per_s)
         self._rejected: list[tuple[Record, str]] = []
+        self._events_since: dict[int, int] = {}
         self._refill = Refill(client, self._computer.users, representer.version)
 
     def run(self, consumer: str, stop: threading.Event) -> None:
@@ -120,11 +121,13 @@ class Worker:
             for user in self._overtaken(served, due):
                 due[user] = 1.0
             for user, events in due.items():
+                if len(self._queue) >= self.config.max_jobs:
+                    self._work()  # before anything is dropped, if the budget allows
                 self._queue.put(Job(user, self._speculator.value(user) * events))
             self._work()
             self._set_aside()
-        except STORE_OUTAGES as error:
-            raise Retry(f"the store is away: {error}") from error
+        except Exception as error:
+            raise _retried(error) from error
 
     def drain(self) -> None:
         """Runs waiting jobs as far as the budget goes; with nothing to do, looks for rows that are behind.
@@ -137,8 +140,8 @@ class Worker:
             if not len(self._queue):
                 for user in self._refill.step():
                     self._queue.put(Job(user, self._speculator.value(user) * REFILL_SHARE))
-        except STORE_OUTAGES as error:
-            raise Retry(f"the store is away: {error}") from error
+        except Exception as error:
+            raise _retried(error) from error
 
     def _work(self) -> None:
         if self._refill.retired is None:
@@ -152,14 +155,17 @@ class Worker:
         start = time.perf_counter()
         try:
             done = self.compute([job.user for job in jobs])
-        except STORE_OUTAGES:
-            for job in jobs:
-                self._queue.put(job)
-            raise
-        except Exception:
+        except Exception as error:
+            if _passes(error):
+                self._put_back(jobs)
+                raise
             if len(jobs) > 1:
-                for job in jobs:
-                    self._run_jobs([job])
+                for number, job in enumerate(jobs):
+                    try:
+                        self._run_jobs([job])
+                    except Exception:  # the store: the job itself was put back
+                        self._put_back(jobs[number + 1 :])
+                        raise
                 return
             logger.exception("the rows of user %016x cannot be computed", jobs[0].user)
             self.metrics.failed.inc()
@@ -168,9 +174,17 @@ class Worker:
         self._price.observe(done.asked, self._cost.pair_flops, self._bucket.fill)
         self.metrics.ran(done, time.perf_counter() - start)
 
+    def _put_back(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._queue.put(job)
+
     def compute(self, users: Sequence[int]) -> Done:
         """Computes and writes the rows of distinct users as their logs and slates stand."""
-        return self._computer.run(users, self._price.value)
+        price = 0.0 if self._bucket.fill > SPARE else self._price.value
+        done = self._computer.run(users, price, self._events_since)
+        for user in done.lost:
+            self._queue.put(Job(user, self._speculator.value(user)))
+        return done
 
     def _next_jobs(self) -> list[Job]:
         most = self._bucket.jobs(self._cost.of(self.config.slate_size), self.config.micro_batch)
@@ -189,6 +203,9 @@ class Worker:
                         raise ServedRecordError(
                             f"surface {request.surface} of a served request; legal values: 0 to {len(self._schema.surfaces) - 1}"
                         )
+                    problem = time_problem(request.time_ms)
+                    if problem:
+                        raise ServedRecordError(problem)
                     served.append(request)
                 except ServedRecordError as error:
                     self._rejected.append((record, str(error)))
@@ -213,14 +230,24 @@ class Worker:
             self.metrics.events(len(users), new)
             for user, mask in zip(users, array["actions"].tolist(), strict=True):
                 due[user] = due.get(user, 0.0) + self._event_value(mask)
+                if self.config.min_events > 1:
+                    self._count(user)
         return due
+
+    def _count(self, user: int) -> None:
+        self._events_since[user] = self._events_since.pop(user, 0) + 1
+        if len(self._events_since) > KEPT_COUNTS:
+            del self._events_since[next(iter(self._events_since))]
 
     def _event_value(self, mask: int) -> float:
         return max((value for bit, value in self._event_values if mask >> bit & 1), default=1.0)
 
     def _overtaken(self, served: Sequence[ServedRequest], due: Mapping[int, float]) -> list[int]:
         """Users whose slate came after the events that follow it, as happens between topics: nothing else would trigger them."""
-        asked = {request.user: request.time_ms for request in served if request.user not in due}
+        asked: dict[int, int] = {}
+        for request in served:
+            if request.user not in due:
+                asked[request.user] = min(request.time_ms, asked.get(request.user, request.time_ms))
         users = np.fromiter(asked, dtype=np.uint64, count=len(asked))
         newest, offsets = self._events.histories(users, np.full(len(users), FOREVER_MS, dtype=np.int64), 1)
         times = newest["time_ms"]
@@ -252,3 +279,12 @@ def event_values(values: Mapping[str, float], schema: FeatureSchema) -> list[tup
         if not 0 < value < float("inf"):
             raise ValueError(f"event_values: {name} is worth {value}, expected a positive number")
     return [(schema.event_types.index(name), float(value)) for name, value in values.items()]
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same work may be tried again as it is."""
+    return is_outage(error) or isinstance(error, OSError | StoreContentionError)
+
+
+def _retried(error: Exception) -> Exception:
+    return Retry(f"the store is away: {error}") if _passes(error) and not isinstance(error, Retry) else error

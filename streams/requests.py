@@ -99,4 +99,7 @@ def decode_served(value: bytes) -> ServedRequest:
         raise ServedRecordError(f"unknown version {served.v} of a served request; legal values: {SERVED_VERSION}")
     if not len(served.ads) == len(served.scores) == len(served.levels) == len(served.ages_ms):
         raise ServedRecordError("ads, scores, levels and ages_ms of a served request differ in length")
+    for name, ids in (("user", [served.user]), ("ads", served.ads)):
+        if ids and not 0 <= min(ids) <= max(ids) < 2**64:
+            raise ServedRecordError(f"{name} of a served request: {min(ids)} to {max(ids)} are no 64-bit identities")
     return served

@@ -153,7 +153,13 @@ class EmbeddingStore:
 
     # Writing
 
-    def write(self, users: Sequence[int] | U8, rows: Sequence[Rows], seen: Sequence[bytes | None] | None = None) -> int:
+    def write(
+        self,
+        users: Sequence[int] | U8,
+        rows: Sequence[Rows],
+        seen: Sequence[bytes | None] | None = None,
+        lost: list[int] | None = None,
+    ) -> int:
         """Merge rows into what is stored; other writers may do the same at the same time.
 
         Args:
@@ -161,6 +167,8 @@ class EmbeddingStore:
             rows: n rows, each with vectors f4 [m, dim].
             seen: n values that ``raw_many`` gave just before, which saves reading them again; if another writer came
                 between, they are read anew.
+            lost: If given, users whom another writer came between are not written but added here: what was computed from the
+                same reading as ``seen`` may be older than what he wrote.
 
         Returns:
             How many users' values changed. Rows that are stored already, or lose against newer ones, change nothing.
@@ -183,10 +191,10 @@ class EmbeddingStore:
         changed = 0
         for start in range(0, len(names), WRITE_CHUNK):
             chunk = names[start : start + WRITE_CHUNK]
-            changed += self._write({user: self._merge(blocks[user]) for user in chunk}, known)
+            changed += self._write({user: self._merge(blocks[user]) for user in chunk}, known, lost)
         return changed
 
-    def _write(self, pending: dict[int, Block], known: dict[int, bytes | None]) -> int:
+    def _write(self, pending: dict[int, Block], known: dict[int, bytes | None], lost: list[int] | None) -> int:
         changed = 0
         for attempt in range(WRITE_ATTEMPTS):
             if attempt:
@@ -210,6 +218,9 @@ class EmbeddingStore:
             won: list[int] = pipe.execute() if written else []
             changed += sum(won)
             pending = {user: pending[user] for user, done in zip(written, won, strict=True) if not done}
+            if first and lost is not None:
+                lost.extend(pending)
+                return changed
             if not pending:
                 return changed
         raise StoreContentionError(f"{len(pending)} users, one is {next(iter(pending))}, lost {WRITE_ATTEMPTS} rounds")

@@ -114,7 +114,9 @@ async def empty(args: argparse.Namespace) -> dict[str, object]:
         autodiscover=False,
         store="memory://",
     )
-    topic = app.topic(*TOPICS, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+    topic = app.topic(
+        *TOPICS, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw", acks=False
+    )
     found: dict[str, Any] = {"events": 0, "first": 0.0}
     done = asyncio.Event()
 

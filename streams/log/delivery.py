@@ -23,10 +23,23 @@ CLIENT_OUTAGES = (
     redis.TimeoutError,
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.TryAgainError,
 )
 """What the store's client raises when the server is of no use for now, though the request was right."""
 OUTAGES = (Retry, *CLIENT_OUTAGES)
 """What a handler may raise to get its records again: a store's outage counts, even untranslated."""
+_PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
+"""Answers of a server that will pass, of which the client makes no class of its own."""
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the same request may succeed later as it is."""
+    if isinstance(error, OUTAGES):
+        return True
+    return isinstance(error, redis.ResponseError) and any(word in str(error) for word in _PASSING)
+
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +89,9 @@ class Delivery:
     def _handle_or_reject(self, record: Record) -> None:
         try:
             self._handler([record])
-        except OUTAGES:
-            raise
         except Exception as error:
+            if is_outage(error):
+                raise
             reject(self._log, record, f"{type(error).__name__}: {error}")
             self._rejected[record.topic] += 1
             if self._reject_throttle.ready():
@@ -93,7 +106,9 @@ class Delivery:
             try:
                 action()
                 return True
-            except OUTAGES as error:
+            except Exception as error:
+                if not is_outage(error):
+                    raise
                 if self._outage_throttle.ready():
                     logger.warning("log %s: outage, trying again: %s: %s", self._group, type(error).__name__, error)
             if time.monotonic() - started_s > BACKOFF_LAST_S:

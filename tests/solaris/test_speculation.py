@@ -9,14 +9,15 @@ import pytest
 import redis
 
 from solaris.budget import Cost
-from solaris.compute import Computer
+from solaris.compute import Computer, Known
 from solaris.refill import VERSIONS, Refill
 from solaris.speculator import SLATE_DIM, Speculator, slate_of
 from solaris.worker import event_values
 from streams.embedded import EmbeddedValkey
 from streams.events import ACTIVITY_TOPIC, ActivityEvent, encode_event, event_row
 from streams.features import PAIRS, SLATE, USER, store_of
-from streams.log import Record
+from streams.log import Record, Retry
+from streams.log.valkey import ValkeyLog
 from streams.requests import ServedRequest, encode_served
 from streams.rows import LOG_ROW
 from streams.store import EmbeddingStore, Rows
@@ -78,13 +79,13 @@ def test_a_price_leaves_the_best_pairs_of_the_best_users(system: System, store: 
     users = [one.user, two.user]
     slates = [slate_of(rows) for rows in speculator.store.read_many(users)]
     nothing = [Rows.empty(1), Rows.empty(1)]
-    free = speculator.plan(users, slates, nothing, 0.0)
+    free = speculator.plan(users, slates, nothing, [0, 0], 0.0)
     assert [len(plan.ads) for plan in free] == [NUM_ADS, NUM_ADS]
     assert all(plan.worthwhile for plan in free)
     values = np.concatenate([plan.asked for plan in free])
     assert free[0].asked.mean() > free[1].asked.mean()
     flops = speculator._cost.pair_flops
-    priced = speculator.plan(users, slates, nothing, float(np.quantile(values, 0.6)) / flops)
+    priced = speculator.plan(users, slates, nothing, [0, 0], float(np.quantile(values, 0.6)) / flops)
     assert 0 < len(priced[0].ads) < NUM_ADS
     assert len(priced[1].ads) == 0
     assert not priced[1].worthwhile
@@ -102,10 +103,10 @@ def test_a_pair_that_has_a_fresh_row_is_worth_less(system: System, store: Embedd
     times = np.full(len(half), request.time_ms)
     version = np.full(len(half), system.representer.version, dtype=np.uint64)
     rows = Rows(half, times, version, np.zeros((len(half), 0), np.float32))
-    (plan,) = speculator.plan([request.user], [slate], [rows], 0.0)
+    (plan,) = speculator.plan([request.user], [slate], [rows], [request.time_ms], 0.0)
     assert plan.asked[: NUM_ADS // 2].max() < plan.asked[NUM_ADS // 2 :].min()
     foreign = replace(rows, versions=version + np.uint64(1))
-    (other,) = speculator.plan([request.user], [slate], [foreign], 0.0)
+    (other,) = speculator.plan([request.user], [slate], [foreign], [request.time_ms], 0.0)
     assert other.asked[: NUM_ADS // 2].min() > plan.asked[: NUM_ADS // 2].max(), "rows of another FM are none"
 
 
@@ -162,7 +163,8 @@ def test_valuable_events_go_first(system: System, store: EmbeddedValkey, monkeyp
 def test_a_finite_budget_computes_what_is_worth_most_and_counts_the_rest(system: System, store: EmbeddedValkey) -> None:
     """The price is set by hand here: what it should be is `test_price`'s."""
     client = store.client()
-    worker = system.worker(client, slate_size=NUM_ADS)
+    worker = system.worker(client, slate_size=NUM_ADS, flops_per_s=1e12)
+    worker._bucket.spend(5e12)  # half full
     worker._price.value = 1.0  # far above any gain a FLOP can bring
     records = [Record(*record, "0") for record in traffic(system, 20)]
     worker.handle(records)
@@ -273,8 +275,127 @@ def test_a_slate_of_another_codec_is_read_as_empty(system: System, store: Embedd
         ],
     )
     assert len(slate_of(speculator.store.read(7)).ads) == 0
-    assert speculator.plan([], [], [], 0.0) == []
+    assert speculator.plan([], [], [], [], 0.0) == []
     with pytest.raises(ValueError, match="slate_size"):
         Speculator(store.client(), system.representer.layout, 1, Cost(1, 1), 0)
     with pytest.raises(ValueError, match="min_events"):
         Computer(store.client(), system.representer, speculator, max_rows=1, min_events=0)
+
+
+def test_a_slow_worker_does_not_overwrite_what_another_computed_since(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    records = [Record(*record, "0") for record in traffic(system, 1)]
+    user = int(records[0].key, 16)
+    slow, quick = (system.worker(client, slate_size=NUM_ADS) for _ in range(2))
+    slow.handle(records)
+    read = slow._computer._read
+    own = np.flatnonzero(system.dataset.users == user)
+    earlier = own[own < 6_000][-3:]
+    late = [Record(ACTIVITY_TOPIC, "k", encode_event(event_of(system.dataset, int(i))), "0") for i in earlier]
+    assert late
+
+    def interrupted(users: list[int]) -> list[Known]:
+        known = read(users)
+        quick.handle(late)  # the state is the same, what it knows is more
+        return known
+
+    slow._computer._read = interrupted  # type: ignore[method-assign, assignment]
+    done = slow.compute([user])
+    slow._computer._read = read  # type: ignore[method-assign]
+    assert done.lost == [user]
+    assert len(slow._queue) == 1, "to be run again"
+    pairs = store_of(client, PAIRS, system.representer.layout)
+    between = pairs.read(user).vectors
+    slow.drain()
+    np.testing.assert_allclose(pairs.read(user).vectors, between, atol=4e-3)
+
+
+def test_a_full_bucket_computes_whatever_the_price(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    worker = system.worker(client, slate_size=NUM_ADS, flops_per_s=1e15)
+    worker._price.value = 1.0  # stale: of a time when the bucket was empty
+    records = [Record(*record, "0") for record in traffic(system, 10)]
+    worker.handle(records)
+    assert len(client.keys("{u:*}:user")) == len({record.key for record in records})
+
+
+def test_jobs_of_a_run_that_falls_apart_in_an_outage_are_kept(
+    system: System, store: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = system.worker(store.client(), slate_size=NUM_ADS)
+    calls = []
+
+    def fail(users: list[int]) -> None:
+        calls.append(users)
+        raise IndexError("cursed") if len(calls) < 3 else redis.ConnectionError("away")
+
+    monkeypatch.setattr(worker, "compute", fail)
+    users = {record[1] for record in traffic(system, 30)}
+    with pytest.raises(Retry):
+        worker.handle([Record(*record, "0") for record in traffic(system, 30)])
+    assert len(calls) == 3, "all together, the first alone, the second alone"
+    assert len(worker._queue) == len(users) - 1, "but for the one that cannot be done"
+
+
+def test_what_a_server_refuses_for_now_is_an_outage(system: System) -> None:
+    with EmbeddedValkey(appendonly=False) as server:
+        client = server.client()
+        worker = system.worker(client, slate_size=NUM_ADS)
+        client.config_set("min-replicas-to-write", 1)
+        records = [Record(*record, "0") for record in traffic(system, 3)]
+        with pytest.raises(Retry, match="NOREPLICAS"):
+            worker.handle(records)
+        client.config_set("min-replicas-to-write", 0)
+        worker.handle(records)
+        assert len(client.keys("{u:*}:user")) == len({record.key for record in records})
+
+
+def test_served_requests_from_the_future_or_of_no_identity_are_refused(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    worker = system.worker(client, slate_size=NUM_ADS)
+    request = served(system, 6_000)
+    bad = [
+        later(request, request.time_ms * 999),  # microseconds
+        later(request, 0, user=-1),
+        later(request, 0, ads=[-5, *request.ads[1:]]),
+    ]
+    worker.handle([Record("served", "k", encode_served(one), "0") for one in bad])
+    reasons = [record.value for record in ValkeyLog(client).newest("served.rejected", 5)]
+    assert len(reasons) == 3
+    assert b"time_ms" in reasons[0] and b"user of a served" in reasons[1] and b"ads of a served" in reasons[2]
+    assert not client.keys("{u:*}:slate")
+
+
+def test_no_request_of_a_batch_hides_another_that_its_event_overtook(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    slate, event = (Record(*record, "0") for record in traffic(system, 1))
+    worker = system.worker(client, slate_size=NUM_ADS)
+    worker.handle([event])
+    request = served(system, 6_000)
+    worker.handle([Record("served", "k", encode_served(later(request, by)), "0") for by in (-50, 50)])
+    rows = store_of(client, PAIRS, system.representer.layout).read(request.user)
+    assert set(rows.ads.tolist()) == set(request.ads)
+
+
+def test_late_events_count_towards_the_next_run(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    user = max(set(system.dataset.users.tolist()), key=system.dataset.users.tolist().count)
+    own = np.flatnonzero(system.dataset.users == user)[:6][::-1]  # the newest first
+    worker = system.worker(client, slate_size=NUM_ADS, min_events=3)
+    users = store_of(client, USER, system.representer.layout)
+    vectors = []
+    for index in own:
+        worker.handle([Record(ACTIVITY_TOPIC, "k", encode_event(event_of(system.dataset, int(index))), "0")])
+        vectors.append(users.read(user).vectors[0].tolist())
+    changed = [one != two for one, two in zip(vectors[:-1], vectors[1:], strict=True)]
+    assert changed == [False, False, True, False, False]
+
+
+def test_nothing_is_dropped_while_the_budget_allows_work(system: System, store: EmbeddedValkey) -> None:
+    client = store.client()
+    records = [Record(*record, "0") for record in traffic(system, 60)]
+    users = {record.key for record in records}
+    worker = system.worker(client, slate_size=NUM_ADS, max_jobs=5)
+    worker.handle(records)
+    assert len(client.keys("{u:*}:user")) == len(users) > 5
+    assert worker.metrics.registry.get_sample_value("solaris_dropped_total") == 0
