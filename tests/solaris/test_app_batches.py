@@ -12,7 +12,7 @@ import pytest
 from kafka import KafkaProducer
 from prometheus_client import CollectorRegistry
 
-from solaris.app_batches import Batches
+from solaris.app_batches import BATCH_RECORDS, Batches
 from solaris.app_watch import Watch
 from solaris.metrics import WorkerMetrics
 from streams.log import LogUnavailable, Record
@@ -97,7 +97,8 @@ def test_a_gap_is_read_from_the_broker_and_handled_first(log: KafkaLog, kafka_ad
     handed.hand([7, 8, 9])  # again, and late
     handed.hand([900], generation=0)  # void
     handed.hand([999])
-    assert handed.worker.batches == [list(range(5)), [5, 6, 7, 8], [7, 8, 9], list(range(10, 1_000))]
+    slices = [list(range(10, 10 + BATCH_RECORDS)), list(range(10 + BATCH_RECORDS, 1_000))]  # however much was skipped
+    assert handed.worker.batches == [list(range(5)), [5, 6, 7, 8], [7, 8, 9], *slices]
     assert handed.app.commits == [{(unique, 0): offset} for offset in (5, 9, 10, 1_000)]
     assert handed.skipped == 3 + 1 + 989
 
