@@ -34,6 +34,7 @@ from kernels.host import use_one_core
 from loopfm.represent import Representer
 from solaris.app_batches import Batches, BatchWorker
 from solaris.app_health import health_server
+from solaris.app_process import worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.app_watch import RESTART_LIMIT_S, Watch
 from solaris.worker import GROUP, TOPICS, Worker
@@ -235,13 +236,23 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
         streams.artifact.ArtifactError: a model is missing or damaged.
     """
     use_one_core()
-    log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
-    client = redis.Redis.from_url(settings.redis_url)
-    worker = Worker(client, log, Representer.load(settings.gem, settings.autoencoder), settings.worker_config())
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    return serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
+    with worker_process(lambda: make_worker(settings)) as worker:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
+        return serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
+
+
+def make_worker(settings: KafkaWorkerSettings, kind: type[Worker] = Worker) -> Worker:
+    """The worker, with connections of its own.
+
+    Raises:
+        streams.artifact.ArtifactError: a model is missing or damaged.
+    """
+    log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())  # where it publishes what it cannot take
+    client = redis.Redis.from_url(settings.redis_url)
+    return kind(client, log, Representer.load(settings.gem, settings.autoencoder), settings.worker_config())
 
 
 def store_probe(url: str) -> Callable[[], object]:

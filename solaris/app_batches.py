@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from faust.types import TP
+from prometheus_client import CollectorRegistry
 
 from solaris.app_watch import Place, Watch
-from solaris.metrics import WorkerMetrics
 from streams.log import Record
 from streams.log.delivery import Delivery, is_outage
 from streams.log.kafka import KafkaLog
@@ -36,10 +36,24 @@ WAITING_RECORDS = 2 * BATCH_RECORDS
 """Records that wait for the worker, beside Faust's own buffer, so that memory is bounded."""
 
 
-class BatchWorker(Protocol):
-    """What the app knows of `solaris.worker.Worker`."""
+class BatchMetrics(Protocol):
+    """What the app knows of a worker's metrics."""
 
-    metrics: WorkerMetrics
+    registry: CollectorRegistry
+
+    def put_aside(self, topic: str, number: int) -> None:
+        """Counts records that no handler could take."""
+
+    def render(self) -> bytes:
+        """Text exposition format."""
+
+
+class BatchWorker(Protocol):
+    """What the app knows of `solaris.worker.Worker`, or of one in another process."""
+
+    @property
+    def metrics(self) -> BatchMetrics:
+        """Its metrics."""
 
     def handle(self, records: Sequence[Record]) -> None:
         """Handles a batch; when it returns, its rows are written."""
@@ -52,7 +66,8 @@ class Batches:
     """Hands batches to a worker, one at a time: the order of each user's records is kept.
 
     Args:
-        worker: its methods run in one thread of their own, so that the event loop is never held up.
+        worker: its methods run in one thread of their own, so that the event loop is never held up; if the worker is in another process,
+            the thread waits for it.
         log: where records that the worker cannot take are put aside.
         group: the consumer's group.
         topics: in each batch their records come in this order.
@@ -148,7 +163,7 @@ class Batches:
         for start in range(0, len(whole), BATCH_RECORDS):  # more than one batch, where records were skipped
             done = done and self._delivery.deliver(whole[start : start + BATCH_RECORDS], lambda _: None)
         for topic, number in (self.rejected - before).items():
-            self._worker.metrics.rejected.labels(topic).inc(number)
+            self._worker.metrics.put_aside(topic, number)
         return done
 
     def _with_skipped(self, messages: Sequence[Any]) -> list[Record]:

@@ -36,6 +36,10 @@ class WorkerMetrics:
         self.handled.inc(handled)
         self.duplicates.inc(handled - new)
 
+    def put_aside(self, topic: str, number: int) -> None:
+        """Counts records that no handler could take."""
+        self.rejected.labels(topic).inc(number)
+
     def queue(self, queue: SpeculationQueue, price: float) -> None:
         """Sets the state of the queue and what a FLOP must bring."""
         self.waiting.set(len(queue))

@@ -261,7 +261,7 @@ class Worker:
         """Publishes what was rejected, once the rest of the batch is done: a batch that fails comes again, and its rejections with it."""
         for record, reason in self._rejected:
             reject(self._log, record, reason)
-            self.metrics.rejected.labels(record.topic).inc()
+            self.metrics.put_aside(record.topic, 1)
 
 
 def event_values(values: Mapping[str, float], schema: FeatureSchema) -> list[tuple[int, float]]:

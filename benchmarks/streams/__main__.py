@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.results import append_rows
-from benchmarks.streams.child import Measured
+from benchmarks.streams.child import WithoutFm
 from gem.examples import RequestLog
 from kernels.host import use_one_core
 from solaris.worker import WorkerConfig
@@ -116,15 +115,7 @@ def handlers(system: System, server: EmbeddedValkey, traffic: Traffic, num: int)
     """Events/s of the handler in batches."""
     client = server.client()
     client.flushall()
-    worker = Measured(
-        client,
-        ValkeyLog(client),
-        system.representer,
-        WorkerConfig(slate_size=SLATE),
-        target=num + 1,
-        stop=threading.Event(),
-        fm=False,
-    )
+    worker = WithoutFm(client, ValkeyLog(client), system.representer, WorkerConfig(slate_size=SLATE))
     now = time.time_ns() // 1_000_000
     records = [Record(ACTIVITY_TOPIC, key, value, "0") for key, value in traffic.events(num, now)]
     start = time.perf_counter()

@@ -18,14 +18,14 @@ from typing import Any
 
 import faust
 import numpy as np
-import redis
 
 from kernels.host import use_one_core
-from loopfm.represent import Representer
-from solaris.app import BUFFER_RECORDS, event_loop, serve
+from solaris.app import BUFFER_RECORDS, event_loop, make_worker, serve
+from solaris.app_batches import BatchWorker
+from solaris.app_process import worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.compute import Done
-from solaris.worker import TOPICS, Worker, WorkerConfig
+from solaris.worker import TOPICS, Worker
 from streams.events import ACTIVITY_TOPIC, decode_event
 from streams.log import Record
 from streams.log.kafka import KafkaLog
@@ -33,16 +33,24 @@ from streams.log.kafka import KafkaLog
 WARM_UP_SHARE = 0.2
 
 
-class Measured(Worker):
-    """Notes when its events were done.
+class WithoutFm(Worker):
+    """Parses, appends and queues, but computes nothing."""
+
+    def compute(self, users: Sequence[int]) -> Done:
+        """Nothing."""
+        return Done()
+
+
+class Measured:
+    """Notes when a worker's events were done.
 
     Attributes:
         ages_ms: from each event's time to its row being readable. seconds: from the first batch on.
     """
 
-    def __init__(self, *args: Any, target: int, stop: threading.Event, fm: bool) -> None:
-        super().__init__(*args)
-        self._target, self._stop, self._fm = target, stop, fm
+    def __init__(self, worker: BatchWorker, target: int, stop: threading.Event) -> None:
+        self._worker, self._target, self._stop = worker, target, stop
+        self.metrics, self.drain = worker.metrics, worker.drain
         self._first = 0.0
         self.count, self.seconds = 0, 0.0
         self.ages_ms: list[int] = []
@@ -50,46 +58,33 @@ class Measured(Worker):
     def handle(self, records: Sequence[Record]) -> None:
         """The worker's, timed."""
         self._first = self._first or time.perf_counter()
-        super().handle(records)
+        self._worker.handle(records)
         now = time.time_ns() // 1_000_000
         events = [record for record in records if record.topic == ACTIVITY_TOPIC]
         self.count += len(events)
         self.seconds = time.perf_counter() - self._first
-        if self._fm:
-            self.ages_ms += [now - decode_event(record.value).time_ms for record in events]
+        self.ages_ms += [now - decode_event(record.value).time_ms for record in events]
         if self.count >= self._target:
             self._stop.set()
-
-    def compute(self, users: Sequence[int]) -> Done:
-        """The worker's, or nothing."""
-        return super().compute(users) if self._fm else Done()
 
 
 def worker(args: argparse.Namespace) -> dict[str, object]:
     """The app with the real handler."""
-    stop = threading.Event()
-    log = KafkaLog(args.kafka)
-    representer = Representer.load(args.models / "gem", args.models / "autoencoder")
-    config = WorkerConfig(slate_size=args.slate)
-    made = Measured(
-        redis.Redis.from_url(args.redis),
-        log,
-        representer,
-        config,
-        target=args.events,
-        stop=stop,
-        fm=args.kind == "fm",
-    )
     settings = KafkaWorkerSettings(
-        gem=args.models,
-        autoencoder=args.models,
+        gem=args.models / "gem",
+        autoencoder=args.models / "autoencoder",
         redis_url=args.redis,
         kafka_bootstrap_servers=args.kafka,
         kafka_partitions=args.partitions,
+        slate_size=args.slate,
     )
-    serve(settings, made, log, stop, group=args.group)
+    kind = Worker if args.kind == "fm" else WithoutFm
+    stop = threading.Event()
+    with worker_process(lambda: make_worker(settings, kind)) as process:
+        made = Measured(process, args.events, stop)
+        serve(settings, made, KafkaLog(args.kafka), stop, group=args.group)
     ages = np.array(made.ages_ms[int(WARM_UP_SHARE * len(made.ages_ms)) :] or [0])
-    done = made.metrics.registry.get_sample_value
+    done = process.metrics.registry.get_sample_value
     return {
         "events": made.count,
         "per_s": made.count / made.seconds,
