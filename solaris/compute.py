@@ -19,6 +19,7 @@ from solaris.outlook import Slate
 from solaris.speculator import Plan, Speculator, slate_of
 from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.levels import Level
+from streams.rows import user_key
 from streams.store import Rows
 from streams.user_log import FOREVER_MS, UserLog
 
@@ -119,16 +120,13 @@ class Computer:
 
     def _read(self, users: Sequence[int]) -> list[Known]:
         pipe: Any = self._client.pipeline(transaction=False)
+        stores = (self._speculator.store, self.pairs, self.users)
         for user in users:
-            self._speculator.store.queue_read(pipe, user)
-            self.pairs.queue_read(pipe, user)
-            self.users.queue_read(pipe, user)
+            pipe.execute_command("MGET", *(user_key(user, store.kind) for store in stores))  # of one hash slot
             self._log.queue_history(pipe, user, FOREVER_MS, self._representer.engine.history)
         replies = pipe.execute()
         known = []
-        for user, raw_slate, pairs, own, history in zip(
-            users, replies[::4], replies[1::4], replies[2::4], replies[3::4], strict=True
-        ):
+        for user, (raw_slate, pairs, own), history in zip(users, replies[::2], replies[1::2], strict=True):
             row = self.users.decode_keys(own)
             state_ms = int(row.state_ms[0]) if len(row) and row.versions[0] == self._representer.version else None
             events = self._log.decode_history(history)

@@ -11,6 +11,7 @@ Reader and writer share this module and its version byte.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -92,6 +93,12 @@ class Block:
             self.ads[index], self.state_ms[index], self.versions[index], self.worth[index], scales, self.codes[index]
         )
 
+    def part(self, start: int, stop: int) -> Block:
+        """The rows from start up to stop, without a copy."""
+        scales = None if self.scales is None else self.scales[start:stop]
+        cut = slice(start, stop)
+        return Block(self.ads[cut], self.state_ms[cut], self.versions[cut], self.worth[cut], scales, self.codes[cut])
+
     @staticmethod
     def concatenate(blocks: list[Block]) -> Block:
         """All rows of blocks of one codec, one after the other."""
@@ -125,17 +132,30 @@ class Codec:
         self.row_bytes = 3 * 8 + 2 + 4 * self._scaled + dim * self._dtype.itemsize
         self._empty = Rows.empty(dim)
 
-    def pack(self, user: int, rows: Rows) -> Block:
-        """Encode rows of a user.
+    def pack(self, users: Sequence[int], rows: Sequence[Rows]) -> list[Block]:
+        """Encode the rows of users, all at once: of one user's few rows each step takes as long as of a thousand.
 
         Raises:
             ValueError: Shapes do not fit, or a vector is not finite in the stored dtype.
         """
-        ads, state_ms = np.asarray(rows.ads, np.uint64), np.asarray(rows.state_ms, np.int64)
-        versions, vectors = np.asarray(rows.versions, np.uint64), np.asarray(rows.vectors, np.float32)
-        if vectors.shape != (len(ads), self.dim) or not ads.shape == state_ms.shape == versions.shape == (len(ads),):
-            shapes = f"ads {ads.shape}, state_ms {state_ms.shape}, versions {versions.shape}, vectors {vectors.shape}"
-            raise ValueError(f"user {user}: {shapes} do not fit n rows of dim {self.dim}")
+        for user, part in zip(users, rows, strict=True):
+            num, width = len(part.ads), np.shape(part.vectors)
+            lengths = {np.shape(part.ads), np.shape(part.state_ms), np.shape(part.versions)}
+            if part.worth is not None:
+                lengths.add(np.shape(part.worth))
+            if width != (num, self.dim) or lengths != {(num,)}:
+                shapes = (
+                    f"ads {np.shape(part.ads)}, state_ms {np.shape(part.state_ms)}, versions {np.shape(part.versions)}"
+                )
+                raise ValueError(f"user {user}: {shapes}, vectors {width} do not fit n rows of dim {self.dim}")
+        if not rows:
+            return []
+        ads = np.concatenate([part.ads for part in rows]).astype(np.uint64, copy=False)
+        state_ms = np.concatenate([part.state_ms for part in rows]).astype(np.int64, copy=False)
+        versions = np.concatenate([part.versions for part in rows]).astype(np.uint64, copy=False)
+        vectors = np.concatenate([part.vectors for part in rows]).astype(np.float32, copy=False)
+        worth = np.concatenate([np.ones(len(part)) if part.worth is None else part.worth for part in rows])
+        ends = np.cumsum([len(part) for part in rows]).tolist()
         scales = None
         if self._scaled:
             scales = np.abs(vectors).max(axis=1) / np.float32(127)
@@ -148,11 +168,12 @@ class Codec:
                 codes = vectors.astype(self._dtype)
             finite = np.isfinite(codes).all(axis=1)
         if not finite.all():
-            ad = ads[np.argmin(finite)]
-            raise ValueError(f"user {user}, ad {ad}: the vector has a value that is not finite as {self._dtype}")
-        worth = np.ones(len(ads)) if rows.worth is None else rows.worth
+            at = int(np.argmin(finite))
+            user = users[int(np.searchsorted(ends, at, side="right"))]
+            raise ValueError(f"user {user}, ad {ads[at]}: the vector has a value that is not finite as {self._dtype}")
         log_worth = np.log2(np.fmin(np.fmax(worth, LEAST_WORTH), MOST_WORTH)).astype("<f2")  # nan is worth least
-        return Block(ads, state_ms, versions, log_worth, scales, codes)
+        whole = Block(ads, state_ms, versions, log_worth, scales, codes)
+        return [whole.part(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def value(self, block: Block, sequence: int) -> bytes:
         """The value to store."""

@@ -183,9 +183,10 @@ class EmbeddingStore:
                 f"{len(users)} users but {len(rows)} rows and {len(rows if seen is None else seen)} values"
             )
         blocks: dict[int, list[Block]] = {}
-        for user, part in zip(users, rows, strict=True):
-            if len(part):
-                blocks.setdefault(int(user), []).append(self._codec.pack(int(user), part))
+        filled = [(int(user), part) for user, part in zip(users, rows, strict=True) if len(part)]
+        packed = self._codec.pack([user for user, _ in filled], [part for _, part in filled])
+        for (user, _), block in zip(filled, packed, strict=True):
+            blocks.setdefault(user, []).append(block)
         known = {} if seen is None else {int(user): value for user, value in zip(users, seen, strict=True)}
         names = list(blocks)
         changed = 0
@@ -238,7 +239,9 @@ class EmbeddingStore:
         if in_order and not earlier and len(last.ads) <= self.max_rows:
             return last
         others = _others(earlier[0], last) if in_order and len(earlier) == 1 else None
-        if others is not None:  # by far the commonest: newer rows over those that are stored
+        if others is not None:  # newer rows over those that are stored
+            if not len(others.ads) and len(last.ads) <= self.max_rows:
+                return last
             merged = Block.concatenate([others, last])
             best = np.argsort(merged.ads, kind="stable")
         else:
@@ -275,16 +278,21 @@ def _others(old: Block, new: Block) -> Block | None:
     """The rows of one block whose ads another one does not have; None if it is newer for any that it has. Both are in order."""
     if not len(old.ads):
         return old
+    if len(old.ads) == len(new.ads) and (old.ads == new.ads).all():  # by far the commonest: a slate computed again
+        return None if _newer(old.state_ms, old.versions, new.state_ms, new.versions) else old.part(0, 0)
     at = np.minimum(np.searchsorted(old.ads, new.ads), len(old.ads) - 1)
     same = old.ads[at] == new.ads
     at = at[same]
-    state_ms, versions = new.state_ms[same], new.versions[same]
-    older = (old.state_ms[at] > state_ms) | ((old.state_ms[at] == state_ms) & (old.versions[at] > versions))
-    if older.any():
+    if _newer(old.state_ms[at], old.versions[at], new.state_ms[same], new.versions[same]):
         return None
     keep = np.ones(len(old.ads), dtype=bool)
     keep[at] = False
     return old.take(np.flatnonzero(keep))
+
+
+def _newer(state_ms: I8, versions: U8, other_ms: I8, others: U8) -> bool:
+    """Whether any row is newer than the one in the same place of the others."""
+    return bool(((state_ms > other_ms) | ((state_ms == other_ms) & (versions > others))).any())
 
 
 def lookup(
