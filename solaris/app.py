@@ -30,7 +30,7 @@ from mode.supervisors import CrashingSupervisor
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kernels.host import use_one_core
+from kernels.host import keep_loaded, use_one_core
 from loopfm.represent import Representer
 from solaris.app_batches import Batches, BatchWorker
 from solaris.app_health import health_server
@@ -241,6 +241,7 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
+        keep_loaded()
         return serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
 
 

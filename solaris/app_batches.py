@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,8 @@ from streams.log.kafka_consumer import to_record
 
 BATCH_RECORDS = 512
 """Records of a micro-batch at most; it fills the FM's batches of users."""
-BATCH_WITHIN_S = 0.02
-"""How long an idle worker lets a batch fill; a busy one takes what has come in the meantime."""
+BATCH_PERIOD_S = 0.02
+"""Batches begin no closer to each other, since a batch of a few records costs about as much as one of many."""
 WAITING_RECORDS = 2 * BATCH_RECORDS
 """Records that wait for the worker, beside Faust's own buffer, so that memory is bounded."""
 
@@ -100,14 +101,15 @@ class Batches:
         self._waiting: deque[Any] = deque()
         self._arrived, self._room = asyncio.Event(), asyncio.Event()
         self._working: asyncio.Task[None] | None = None
+        self._committing: asyncio.Task[None] | None = None
         self.in_hand = False
 
     @property
     def failure(self) -> BaseException | None:
         """What ended the work; nothing will be handled any more."""
-        if self._working is None or not self._working.done() or self._working.cancelled():
-            return None
-        return self._working.exception()
+        tasks = (self._working, self._committing)
+        ended = [task for task in tasks if task is not None and task.done() and not task.cancelled()]
+        return next((task.exception() for task in ended if task.exception() is not None), None)
 
     async def put(self, app: Any, event: Any) -> None:
         """Takes an event for the next batch; while the worker is busy, `WAITING_RECORDS` of them.
@@ -123,17 +125,19 @@ class Batches:
         self._arrived.set()
 
     async def _work_on(self, app: Any) -> None:
+        begun_s = 0.0
         while True:
             if not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-                await asyncio.sleep(BATCH_WITHIN_S)
+            await asyncio.sleep(begun_s + BATCH_PERIOD_S - time.monotonic())
+            begun_s = time.monotonic()
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH_RECORDS))]
             self._room.set()
             await self.handle(app, batch)
 
     async def handle(self, app: Any, events: Sequence[Any]) -> None:
-        """Handles and commits the events of one micro-batch."""
+        """Handles the events of one micro-batch, and begins to commit them."""
         async with self._turn:
             generation = app.consumer_generation_id
             # What a rebalance made void is read again by whoever owns it now.
@@ -144,17 +148,27 @@ class Batches:
                 self._reached.clear()  # others may have been at work in between
             if not messages or not await self._run(lambda: self._deliver(messages)):
                 return
-            if app.consumer_generation_id != generation:
-                self._watch.errors.labels("commit").inc()
-                return
-            offsets = {TP(message.topic, message.partition): message.offset + 1 for message in messages}
-            # Faust has no public way to commit offsets of one's own choice. It refuses those of partitions that are
-            # no longer ours, and waits for a broker that is away.
-            if not await app.consumer._commit(offsets):
-                self._watch.errors.labels("commit").inc()
-                return
-            for topic, number in Counter(message.topic for message in messages).items():
-                self._watch.records.labels(topic).inc(number)
+            await self._committed()
+            self._committing = asyncio.create_task(self._commit(app, generation, messages))
+
+    async def _commit(self, app: Any, generation: object, messages: Sequence[Any]) -> None:
+        """Commits what was handled, while the worker is at the next batch already."""
+        if app.consumer_generation_id != generation:
+            self._watch.errors.labels("commit").inc()
+            return
+        offsets = {TP(message.topic, message.partition): message.offset + 1 for message in messages}
+        # Faust has no public way to commit offsets of one's own choice. It refuses those of partitions that are
+        # no longer ours, and waits for a broker that is away.
+        if not await app.consumer._commit(offsets):
+            self._watch.errors.labels("commit").inc()
+            return
+        for topic, number in Counter(message.topic for message in messages).items():
+            self._watch.records.labels(topic).inc(number)
+
+    async def _committed(self) -> None:
+        """Waits for the last commit; they never overtake each other."""
+        if self._committing is not None:
+            await self._committing
 
     def _deliver(self, messages: Sequence[Any]) -> bool:
         before = Counter(self.rejected)
@@ -198,9 +212,10 @@ class Batches:
                 await self._run(lambda: self._delivery.until_done(self._worker.drain))
 
     async def finish(self) -> None:
-        """Waits for what is in hand."""
+        """Waits for what is in hand, and for its commit, whatever comes of it: see `failure`."""
         async with self._turn:
-            pass
+            if self._committing is not None and not self._committing.done():
+                await asyncio.wait([self._committing])
 
     def close(self) -> None:
         """Ends the work, and the handler's thread once it is free."""

@@ -20,7 +20,7 @@ from solaris.speculator import Plan, Speculator, slate_of
 from streams.features import PAIRS, USER, USER_ROW, store_of
 from streams.levels import Level
 from streams.rows import user_key
-from streams.store import Rows
+from streams.store import Rows, write_seen
 from streams.user_log import FOREVER_MS, UserLog
 
 
@@ -178,12 +178,13 @@ class Computer:
             _rows(plan.ads, int(state), version, pairs[start:end], plan.values)
             for plan, state, start, end in zip(plans, state_ms, cuts[:-1], cuts[1:], strict=True)
         ]
-        lost: list[int] = []
-        self.pairs.write(users, rows, [one.raw_pairs for one in known], lost)
         one_ad = np.array([USER_ROW], dtype=np.uint64)
         own_rows = [_rows(one_ad, int(state), version, own[b : b + 1]) for b, state in enumerate(state_ms)]
-        self.users.write(users, own_rows, [one.raw_user for one in known], lost)
-        return sorted(set(lost))
+        parts = [
+            (self.pairs, rows, [one.raw_pairs for one in known]),
+            (self.users, own_rows, [one.raw_user for one in known]),
+        ]
+        return write_seen(parts, users)
 
 
 def _rows(

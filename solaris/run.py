@@ -9,7 +9,7 @@ import threading
 
 import redis
 
-from kernels.host import use_one_core
+from kernels.host import keep_loaded, use_one_core
 from loopfm.represent import Representer
 from solaris.app_health import health_server
 from solaris.settings import WorkerSettings
@@ -31,6 +31,7 @@ def run_worker(settings: WorkerSettings) -> None:
     client = redis.Redis.from_url(settings.redis_url)
     log = ValkeyLog(client)
     worker = Worker(client, log, representer, settings.worker_config())
+    keep_loaded()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -24,7 +24,7 @@ from streams.levels import Level
 from streams.log.throttle import Throttle
 from streams.rows import user_key
 
-__all__ = ["EmbeddingStore", "Rows", "StoreContentionError", "lookup"]
+__all__ = ["EmbeddingStore", "Rows", "StoreContentionError", "lookup", "write_seen"]
 
 WRITE_ATTEMPTS = 32
 """Rounds of compare-and-set. One of the writers of a user wins each round, so this bounds the writers at one moment."""
@@ -33,12 +33,17 @@ WRITE_CHUNK = 256
 WORTH_HALF_LIFE_MS = 6 * 3_600_000
 """What a row is expected to gain halves in this time: its candidates recur less and its TTL runs out."""
 
-# Sets the value if its header is still what the writer read (nothing, where there was no value).
+# Sets all values if their headers are still what the writer read (nothing, where there was no value).
 _COMPARE_AND_SET = f"""
-if redis.call('GETRANGE', KEYS[1], 0, {HEADER.size - 1}) ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+for i = 1, #KEYS do
+  if redis.call('GETRANGE', KEYS[i], 0, {HEADER.size - 1}) ~= ARGV[3 * i - 2] then return 0 end
+end
+for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[3 * i - 1], 'PX', ARGV[3 * i]) end
 return 1
 """
+
+Change = tuple[str, bytes, bytes, int]
+"""(key, header that was read, value, TTL in milliseconds)."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +112,7 @@ class EmbeddingStore:
         return [self.decode(reply) for reply in self.raw_many(users)]
 
     def raw_many(self, users: Sequence[int] | U8) -> list[bytes | None]:
-        """Read the values of several users in one round trip, for ``decode`` and for ``write``."""
+        """Read the values of several users in one round trip, for ``decode`` and for ``write_seen``."""
         pipe = self._client.pipeline(transaction=False)  # not MGET: users are of different hash slots
         for user in users:
             self.queue_read(pipe, int(user))
@@ -153,22 +158,12 @@ class EmbeddingStore:
 
     # Writing
 
-    def write(
-        self,
-        users: Sequence[int] | U8,
-        rows: Sequence[Rows],
-        seen: Sequence[bytes | None] | None = None,
-        lost: list[int] | None = None,
-    ) -> int:
+    def write(self, users: Sequence[int] | U8, rows: Sequence[Rows]) -> int:
         """Merge rows into what is stored; other writers may do the same at the same time.
 
         Args:
             users: [n] u8; a user may be named more than once.
             rows: n rows, each with vectors f4 [m, dim].
-            seen: n values that ``raw_many`` gave just before, which saves reading them again; if another writer came
-                between, they are read anew.
-            lost: If given, users whom another writer came between are not written but added here: what was computed from the
-                same reading as ``seen`` may be older than what he wrote.
 
         Returns:
             How many users' values changed. Rows that are stored already, or lose against newer ones, change nothing.
@@ -178,53 +173,51 @@ class EmbeddingStore:
             StoreContentionError: Other writers won every round for some user; some of the users may have been written.
             redis.RedisError: The server cannot be reached; writing again is safe.
         """
-        if len(users) != len(rows) or (seen is not None and len(seen) != len(users)):
-            raise ValueError(
-                f"{len(users)} users but {len(rows)} rows and {len(rows if seen is None else seen)} values"
-            )
-        blocks: dict[int, list[Block]] = {}
-        filled = [(int(user), part) for user, part in zip(users, rows, strict=True) if len(part)]
-        packed = self._codec.pack([user for user, _ in filled], [part for _, part in filled])
-        for (user, _), block in zip(filled, packed, strict=True):
-            blocks.setdefault(user, []).append(block)
-        known = {} if seen is None else {int(user): value for user, value in zip(users, seen, strict=True)}
+        blocks = self._pack(users, rows)
         names = list(blocks)
         changed = 0
         for start in range(0, len(names), WRITE_CHUNK):
-            chunk = names[start : start + WRITE_CHUNK]
-            changed += self._write({user: self._merge(blocks[user]) for user in chunk}, known, lost)
+            changed += self._write({user: blocks[user] for user in names[start : start + WRITE_CHUNK]})
         return changed
 
-    def _write(self, pending: dict[int, Block], known: dict[int, bytes | None], lost: list[int] | None) -> int:
+    def _write(self, pending: dict[int, Block]) -> int:
         changed = 0
         for attempt in range(WRITE_ATTEMPTS):
             if attempt:
                 time.sleep(random.uniform(0, 0.001 * attempt))  # losers of a round must not march in step
-            # Scripts go as text: a server that restarted or failed over does not know their hashes.
-            pipe: Any = self._client.pipeline(transaction=False)
-            written = []
-            first = attempt == 0 and all(user in known for user in pending)
-            replies = [known[user] for user in pending] if first else self.raw_many(list(pending))
-            for user, reply in zip(pending, replies, strict=True):
-                stored = self._unpack(reply)
-                merged = pending[user] if stored is None else self._merge([self._current(stored), pending[user]])
-                sequence = 0 if stored is None or reply is None else HEADER.unpack_from(reply)[-1]
-                value = self._codec.value(merged, sequence + 1)
-                if stored is not None and reply is not None and value[HEADER.size :] == reply[HEADER.size :]:
-                    continue
-                header = b"" if reply is None else reply[: HEADER.size]
-                key = user_key(user, self.kind)
-                pipe.execute_command("EVAL", _COMPARE_AND_SET, 1, key, header, value, self.failover_ttl_ms)
-                written.append(user)
-            won: list[int] = pipe.execute() if written else []
+            replies = self.raw_many(list(pending))
+            changes = {
+                user: self._change(user, pending[user], reply) for user, reply in zip(pending, replies, strict=True)
+            }
+            written = {user: [change] for user, change in changes.items() if change is not None}
+            won = _set_all(self._client, written)
             changed += sum(won)
             pending = {user: pending[user] for user, done in zip(written, won, strict=True) if not done}
-            if first and lost is not None:
-                lost.extend(pending)
-                return changed
             if not pending:
                 return changed
         raise StoreContentionError(f"{len(pending)} users, one is {next(iter(pending))}, lost {WRITE_ATTEMPTS} rounds")
+
+    def _pack(self, users: Sequence[int] | U8, rows: Sequence[Rows]) -> dict[int, Block]:
+        """The rows of each user as one block."""
+        if len(users) != len(rows):
+            raise ValueError(f"{len(users)} users but {len(rows)} rows")
+        filled = [(int(user), part) for user, part in zip(users, rows, strict=True) if len(part)]
+        packed = self._codec.pack([user for user, _ in filled], [part for _, part in filled])
+        blocks: dict[int, list[Block]] = {}
+        for (user, _), block in zip(filled, packed, strict=True):
+            blocks.setdefault(user, []).append(block)
+        return {user: self._merge(parts) for user, parts in blocks.items()}
+
+    def _change(self, user: int, block: Block, reply: bytes | None) -> Change | None:
+        """What to set so that a block is in a user's value; None if it makes no difference."""
+        stored = self._unpack(reply)
+        merged = block if stored is None else self._merge([self._current(stored), block])
+        sequence = 0 if stored is None or reply is None else HEADER.unpack_from(reply)[-1]
+        value = self._codec.value(merged, sequence + 1)
+        if stored is not None and reply is not None and value[HEADER.size :] == reply[HEADER.size :]:
+            return None
+        header = b"" if reply is None else reply[: HEADER.size]
+        return user_key(user, self.kind), header, value, self.failover_ttl_ms
 
     def _current(self, block: Block) -> Block:
         """Without the rows of retired models."""
@@ -268,6 +261,47 @@ class EmbeddingStore:
         self.decode_errors += 1
         if self._throttle.ready():
             logger.warning("store %s: unreadable value no. %d read as empty: %s", self.kind, self.decode_errors, reason)
+
+
+def write_seen(
+    parts: Sequence[tuple[EmbeddingStore, Sequence[Rows], Sequence[bytes | None]]], users: Sequence[int] | U8
+) -> list[int]:
+    """Merge rows of several kinds, computed from what was just read, each user's values in one step or not at all.
+
+    Args:
+        parts: One or more stores of one client; for each the n rows, and the n values that it held.
+        users: [n] u8, distinct.
+
+    Returns:
+        Users of whom nothing was written, as another writer came between: what he wrote may be newer than what was read.
+
+    Raises:
+        ValueError: Shapes do not fit, or a vector is not finite in the stored dtype; nothing is written then.
+        redis.RedisError: The server cannot be reached; some of the users may have been written.
+    """
+    packed = [(store, store._pack(users, rows), values) for store, rows, values in parts]
+    lost: list[int] = []
+    for start in range(0, len(users), WRITE_CHUNK):
+        changes: dict[int, list[Change]] = {}
+        for at, user in enumerate(map(int, users[start : start + WRITE_CHUNK]), start):
+            made = [store._change(user, blocks[user], values[at]) for store, blocks, values in packed if user in blocks]
+            changes[user] = [change for change in made if change is not None]
+        written = {user: made for user, made in changes.items() if made}
+        won = _set_all(parts[0][0]._client, written)
+        lost += [user for user, done in zip(written, won, strict=True) if not done]
+    return lost
+
+
+def _set_all(client: redis.Redis, changes: dict[int, list[Change]]) -> list[int]:
+    """Sets the values of users unless another writer came between; for each whether (1) or not (0)."""
+    if not changes:
+        return []
+    pipe: Any = client.pipeline(transaction=False)
+    for parts in changes.values():
+        # Scripts go as text: a server that restarted or failed over does not know their hashes.
+        keys, arguments = [part[0] for part in parts], [argument for part in parts for argument in part[1:]]
+        pipe.execute_command("EVAL", _COMPARE_AND_SET, len(keys), *keys, *arguments)
+    return list(pipe.execute())
 
 
 def _in_order(block: Block) -> bool:

@@ -1,5 +1,6 @@
 """Throughput and latency of the worker path: `python -m benchmarks.streams [--quick]`.
 
+Two cores are used: one for what is measured, one for broker, store and producer. Of a worker with its FM the first is the handler's own.
 The parts on Kafka need a distribution at KAFKA_HOME, of which each of them starts a broker of its own.
 Reported, medians over interleaved rounds with least and greatest:
 - handlers: events/s of `Worker.handle` in batches, user-log append included, without the FM;
@@ -18,14 +19,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.results import append_rows
-from benchmarks.streams.child import WithoutFm
+from benchmarks.streams.child import WithoutFm, pin
 from gem.examples import RequestLog
 from kernels.host import use_one_core
 from solaris.worker import WorkerConfig
@@ -42,8 +43,13 @@ from tests.kafka_broker import Broker
 from tests.system import System, build
 
 PARTITIONS, BATCH, SLATE, USERS = 4, 512, 32, 1_000
-RATES_PER_S, TICK_S = (250, 500, 1_000), 0.01
+RATES_PER_S, LINGER_S = (250, 500, 1_000), 0.02
 MINI = Path(__file__).parents[2] / "data" / "kuairand" / "mini"
+
+
+def now_ms() -> int:
+    """Epoch milliseconds."""
+    return time.time_ns() // 1_000_000
 
 
 @contextmanager
@@ -72,25 +78,25 @@ class Traffic:
         self._run = uuid.uuid4().hex[:8]
         self._number = 0
 
-    def events(self, num: int, time_ms: int | None = None) -> list[tuple[str, bytes]]:
-        """(key, event) of random users, now or at a time."""
-        now = time.time_ns() // 1_000_000 if time_ms is None else time_ms
-        found = []
-        for user, ad in zip(self._rng.integers(0, USERS, num), self._rng.integers(0, len(self._raw), num), strict=True):
+    def events(self, times_ms: Sequence[int]) -> list[tuple[str, bytes]]:
+        """(key, event) of random users at these times."""
+        found, num = [], len(times_ms)
+        users, ads = self._rng.integers(0, USERS, num), self._rng.integers(0, len(self._raw), num)
+        for user, ad, time_ms in zip(users, ads, times_ms, strict=True):
             self._number += 1
             event = ActivityEvent(
                 event_id=f"{self._run}-{self._number}",
                 user_id=f"user-{user}",
                 ad_id=self._raw[ad],
                 surface=self._surfaces[int(user) % len(self._surfaces)],
-                time_ms=now,
+                time_ms=time_ms,
             )
             found.append((event.user_id, encode_event(event)))
         return found
 
     def requests(self) -> list[tuple[str, bytes]]:
         """(key, served request) of each user."""
-        now = time.time_ns() // 1_000_000 - 60_000
+        now = now_ms() - 60_000
         found = []
         for user in range(USERS):
             served = ServedRequest(
@@ -116,8 +122,7 @@ def handlers(system: System, server: EmbeddedValkey, traffic: Traffic, num: int)
     client = server.client()
     client.flushall()
     worker = WithoutFm(client, ValkeyLog(client), system.representer, WorkerConfig(slate_size=SLATE))
-    now = time.time_ns() // 1_000_000
-    records = [Record(ACTIVITY_TOPIC, key, value, "0") for key, value in traffic.events(num, now)]
+    records = [Record(ACTIVITY_TOPIC, key, value, "0") for key, value in traffic.events([now_ms()] * num)]
     start = time.perf_counter()
     for at in range(0, num, BATCH):
         worker.handle(records[at : at + BATCH])
@@ -159,13 +164,13 @@ def latency(log: KafkaLog, reader: Reader, traffic: Traffic, seconds: float, rat
     process = reader.start("fm", group, total)
     while log.lag(SERVED_TOPIC, group) and process.poll() is None:
         time.sleep(0.1)
-    start, sent = time.perf_counter(), 0
+    start_ms, sent = now_ms(), 0
     while sent < total:
-        due = min(int((time.perf_counter() - start) * rate), total)
+        due = min((now_ms() - start_ms) * rate // 1_000, total)
         if due > sent:
-            log.publish_many(ACTIVITY_TOPIC, traffic.events(due - sent))
+            log.publish_many(ACTIVITY_TOPIC, traffic.events([start_ms + i * 1_000 // rate for i in range(sent, due)]))
             sent = due
-        time.sleep(TICK_S)
+        time.sleep(LINGER_S)
     return reader.result(process)
 
 
@@ -175,6 +180,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     args = parser.parse_args()
     use_one_core()
+    pin(0)
     rounds, num, seconds = (3, 20_000, 12.0) if args.quick else (5, 40_000, 30.0)
     rows: list[dict[str, object]] = []
 
@@ -195,7 +201,7 @@ def main() -> None:
         if home:
             with broker_of(Path(home)) as (address, log):
                 reader = Reader(address, server, Path(folder))
-                log.publish_many(ACTIVITY_TOPIC, traffic.events(num))
+                log.publish_many(ACTIVITY_TOPIC, traffic.events([now_ms()] * num))
                 found: dict[str, list[float]] = {"append": [], "empty": []}
                 for number in range(rounds):
                     for kind, values in found.items():

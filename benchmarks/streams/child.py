@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from typing import Any
 import faust
 import numpy as np
 
-from kernels.host import use_one_core
+from kernels.host import keep_loaded, use_one_core
 from solaris.app import BUFFER_RECORDS, event_loop, make_worker, serve
 from solaris.app_batches import BatchWorker
 from solaris.app_process import worker_process
@@ -31,6 +33,14 @@ from streams.log import Record
 from streams.log.kafka import KafkaLog
 
 WARM_UP_SHARE = 0.2
+
+
+def pin(core: int) -> None:
+    """Keeps this process, and those that it starts from now on, on one core; does nothing where the system has no such call."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_setaffinity") and cores > core:
+        with contextlib.suppress(OSError):  # a container may be kept from some of them
+            os.sched_setaffinity(0, {core})
 
 
 class WithoutFm(Worker):
@@ -48,8 +58,8 @@ class Measured:
         ages_ms: from each event's time to its row being readable. seconds: from the first batch on.
     """
 
-    def __init__(self, worker: BatchWorker, target: int, stop: threading.Event) -> None:
-        self._worker, self._target, self._stop = worker, target, stop
+    def __init__(self, worker: BatchWorker, target: int, stop: threading.Event, fm: bool) -> None:
+        self._worker, self._target, self._stop, self._fm = worker, target, stop, fm
         self.metrics, self.drain = worker.metrics, worker.drain
         self._first = 0.0
         self.count, self.seconds = 0, 0.0
@@ -63,7 +73,8 @@ class Measured:
         events = [record for record in records if record.topic == ACTIVITY_TOPIC]
         self.count += len(events)
         self.seconds = time.perf_counter() - self._first
-        self.ages_ms += [now - decode_event(record.value).time_ms for record in events]
+        if self._fm:
+            self.ages_ms += [now - decode_event(record.value).time_ms for record in events]
         if self.count >= self._target:
             self._stop.set()
 
@@ -78,10 +89,15 @@ def worker(args: argparse.Namespace) -> dict[str, object]:
         kafka_partitions=args.partitions,
         slate_size=args.slate,
     )
-    kind = Worker if args.kind == "fm" else WithoutFm
+
+    def make() -> Worker:
+        pin(1)
+        return make_worker(settings, Worker if args.kind == "fm" else WithoutFm)
+
     stop = threading.Event()
-    with worker_process(lambda: make_worker(settings, kind)) as process:
-        made = Measured(process, args.events, stop)
+    with worker_process(make) as process:
+        made = Measured(process, args.events, stop, args.kind == "fm")
+        keep_loaded()
         serve(settings, made, KafkaLog(args.kafka), stop, group=args.group)
     ages = np.array(made.ages_ms[int(WARM_UP_SHARE * len(made.ages_ms)) :] or [0])
     done = process.metrics.registry.get_sample_value
@@ -144,8 +160,10 @@ def main() -> None:
     parser.add_argument("--slate", type=int, required=True)
     args = parser.parse_args()
     use_one_core()
+    pin(0 if args.kind == "fm" else 1)
     logging.disable(logging.WARNING)
     if args.kind == "empty":
+        keep_loaded()
         with asyncio.Runner(loop_factory=event_loop()) as runner:
             print(json.dumps(runner.run(empty(args))))
     else:

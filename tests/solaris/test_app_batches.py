@@ -64,7 +64,12 @@ class Handed:
     def hand(self, offsets: Sequence[int], generation: int | None = None) -> None:
         generation = self.app.consumer_generation_id if generation is None else generation
         events = [SimpleNamespace(message=self._message(offset, generation)) for offset in offsets]
-        asyncio.run(self._batches.handle(self.app, events))
+
+        async def run() -> None:
+            await self._batches.handle(self.app, events)
+            await self._batches.finish()
+
+        asyncio.run(run())
 
     def _message(self, offset: int, generation: int) -> Any:
         value = b"%d" % offset

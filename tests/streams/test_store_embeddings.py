@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import streams.codec
 import streams.store
-from streams.store import EmbeddingStore, Rows, StoreContentionError
+from streams.store import EmbeddingStore, Rows, StoreContentionError, write_seen
 from streams.user_log import UserLog
 
 DIM = 3
@@ -334,18 +334,17 @@ def test_rows_of_replaced_models_go_with_the_next_write(client: redis.Redis) -> 
     assert columns(new.read(8)) == [(1, 50, 9)], "not written yet"
 
 
-def test_what_was_read_before_is_not_read_again(client: redis.Redis) -> None:
-    store = Interrupted(client, kind="pairs", dim=DIM, ttl_ms=1, failover_ttl_ms=60_000)
-    store.interruptions = []
-    store.write([7], [rows_of([(1, 1, 1, 0.5)])])
-    seen = EmbeddingStore.raw_many(store, [7, 8])
-    store.interruptions = [lambda: pytest.fail("it was read again")]
-    assert store.write([7, 8], [rows_of([(2, 2, 1, 0.5)]), rows_of([(3, 2, 1, 0.5)])], seen) == 2
-    store.interruptions = []
-    assert columns(store.read(7)) == [(1, 1, 1), (2, 2, 1)]
-    assert store.write([7, 8], [rows_of([(4, 3, 1, 0.5)]), rows_of([(3, 1, 1, 0.5)])], seen) == 1, (
-        "another writer came between"
-    )
-    assert columns(store.read(7)) == [(1, 1, 1), (2, 2, 1), (4, 3, 1)]
-    with pytest.raises(ValueError, match="1 values"):
-        store.write([7, 8], [rows_of([]), rows_of([])], seen[:1])
+def test_what_was_read_before_is_written_unless_another_came_between(client: redis.Redis) -> None:
+    pairs, others = store_of(client), EmbeddingStore(client, kind="user", dim=DIM, ttl_ms=1, failover_ttl_ms=60_000)
+    pairs.write([7], [rows_of([(1, 1, 1, 0.5)])])
+    seen, none = pairs.raw_many([7, 8]), [None, None]
+    new, own = [rows_of([(2, 2, 1, 0.5)]), rows_of([(3, 2, 1, 0.5)])], [rows_of([(0, 2, 1, 0.5)]), rows_of([])]
+    assert write_seen([(pairs, new, seen), (others, own, none)], [7, 8]) == []
+    assert columns(pairs.read(7)) == [(1, 1, 1), (2, 2, 1)]
+    assert columns(others.read(7)) == [(0, 2, 1)]
+    assert columns(pairs.read(8)) == [(3, 2, 1)]
+
+    late = [rows_of([(4, 3, 1, 0.5)])]
+    assert write_seen([(pairs, late, pairs.raw_many([7])), (others, late, [None])], [7]) == [7], "of the second kind"
+    assert columns(pairs.read(7)) == [(1, 1, 1), (2, 2, 1)], "nor of the first"
+    assert write_seen([(pairs, new[:1], pairs.raw_many([7]))], [7]) == [], "nothing to write is nothing lost"
