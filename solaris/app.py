@@ -7,9 +7,10 @@ What is promised, and how:
 - No order between topics beyond a batch, where served records come first. A slate that arrives after the events that follow it is a
   trigger itself, so the newest rows are the same in any order.
 - A broker or a store that is away is waited for, before the start and later, with /ready at 503 and one log line a minute.
-- Supervised restart is the platform's: if the agent crashes, or the consumer has stalled for `RESTART_LIMIT_S` with nothing in
-  hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with code 0. A handler that
-  never returns holds the process until it is killed, which loses nothing.
+- The handler has a process of its own (`app_process`, ADR 7): the event loop keeps its session whatever the FM does.
+- Supervised restart is the platform's: if the agent crashes, the handler's process ends, or the consumer has stalled for
+  `RESTART_LIMIT_S` with nothing in hand, the process ends with code 1, and whoever started it starts it again; SIGTERM ends it with
+  code 0. A handler that never returns holds the process until it is killed, which loses nothing.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ class Computer:
             if not len(one.history):
                 continue
             if self._due(one, price, events.get(one.user, 0)):
-                events.pop(one.user, None)
                 known.append(one)
             else:
                 done.unchanged += 1
@@ -114,6 +113,8 @@ class Computer:
             done.asked = np.concatenate([plan.asked for plan in plans])
         if work:
             done.lost = self._compute([one for one, _ in work], [plan for _, plan in work])
+        for one in known:  # only now: a run that fails comes again, and must find him due
+            events.pop(one.user, None)
         done.users, done.pairs = len(work), sum(len(plan.ads) for _, plan in work)
         done.flops = sum(plan.flops for _, plan in work)
         return done

@@ -8,7 +8,7 @@ learns is a preference, never state that anybody is promised: a restarted worker
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streams.levels import Level
+from streams.recent import Recent
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
@@ -133,7 +134,7 @@ class Returns:
         self._ttl_ms = ttl_ms
         self._gaps = len(VISIT_GAPS_MS) + 2
         self._table = RateTable((len(VISIT_COUNTS) + 1) * self._gaps, RETURN_STRENGTH)
-        self._users: OrderedDict[int, _Visitor] = OrderedDict()
+        self._users = Recent[int, _Visitor](MAX_USERS)
         self._pending: deque[_Visit] = deque()
         self._clock_ms = 0
 
@@ -145,15 +146,12 @@ class Returns:
         gap = self._gaps - 1
         if visitor is None:
             visitor = _Visitor(time_ms)
-            self._users[user] = visitor
-            if len(self._users) > MAX_USERS:
-                self._users.popitem(last=False)
         else:
-            self._users.move_to_end(user)
             since = time_ms - visitor.last_ms
             gap = int(np.searchsorted(VISIT_GAPS_MS, since))
             visitor.count = visitor.count * 0.5 ** (since / DAY_MS) + 1
             visitor.last_ms = time_ms
+        self._users[user] = visitor
         visitor.open = [visit for visit in visitor.open if time_ms - visit.time_ms <= self._ttl_ms]
         for visit in visitor.open:
             visit.returns += 1

@@ -13,13 +13,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from solaris.demand import Demand
+
 NUM_BINS = 400
 LOW, HIGH = 1e-18, 1e3  # values per FLOP that are told apart
 MEMORY_S = 3_600.0  # half-life of the demand that is remembered
 EVERY_S = 1.0  # the price is set anew this often
-
-_LOG_LOW = float(np.log(LOW))
-_STEP = float(np.log(HIGH / LOW)) / NUM_BINS
 
 
 class Price:
@@ -36,7 +35,7 @@ class Price:
     def __init__(self, flops_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.value = 0.0
         self._flops_per_s, self._clock = flops_per_s, clock
-        self._mass = np.zeros(NUM_BINS)
+        self._demand = Demand(LOW, HIGH, NUM_BINS)
         self._start = self._then = clock()
 
     def observe(self, values: NDArray[np.float32], flops: float, fill: float) -> None:
@@ -49,22 +48,15 @@ class Price:
         """
         if self._flops_per_s is None:
             return
-        bins = ((np.log(np.maximum(values / flops, LOW)) - _LOG_LOW) / _STEP).astype(np.int64)
-        self._mass += flops * np.bincount(np.minimum(bins, NUM_BINS - 1), minlength=NUM_BINS)
+        self._demand.add(values / flops, flops)
         now = self._clock()
         if now - self._then >= EVERY_S:
             self._set(now, fill)
-            self._mass *= 0.5 ** ((now - self._then) / MEMORY_S)
+            self._demand.keep(0.5 ** ((now - self._then) / MEMORY_S))
             self._then = now
 
     def _set(self, now: float, fill: float) -> None:
         seconds = MEMORY_S / np.log(2) * (1 - 0.5 ** ((now - self._start) / MEMORY_S))
         # Half full is where the bucket should stand; full, twice the rate may be spent, and empty, nothing.
         wanted = (self._flops_per_s or 0.0) * float(np.clip(2 * fill, 0.0, 2.0)) * seconds
-        above = np.cumsum(self._mass[::-1])[::-1]
-        if above[0] <= wanted:
-            self.value = 0.0
-            return
-        bin_ = int(np.searchsorted(-above, -wanted, side="left"))  # the first above which no more lies than is wanted
-        part = (above[bin_ - 1] - wanted) / self._mass[bin_ - 1]  # of the bin below, what is not bought
-        self.value = float(np.exp(_LOG_LOW + _STEP * (bin_ - 1 + part)))
+        self.value = self._demand.price(wanted)

@@ -11,9 +11,10 @@ import heapq
 import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from streams.recent import Recent
 
 PATIENCE_S = 60.0
 SHARE_HALF_LIFE_S = 600.0  # a user's share of the work is forgotten at this rate
@@ -51,7 +52,7 @@ class FairShare:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._users: OrderedDict[int, tuple[float, float]] = OrderedDict()
+        self._users = Recent[int, tuple[float, float]](MAX_SHARES)
 
     def of(self, user: int) -> float:
         """Jobs lately."""
@@ -61,9 +62,6 @@ class FairShare:
     def add(self, user: int) -> None:
         """One more."""
         self._users[user] = self.of(user) + 1.0, self._clock()
-        self._users.move_to_end(user)
-        if len(self._users) > MAX_SHARES:
-            self._users.popitem(last=False)
 
 
 class SpeculationQueue:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from solaris.demand import Demand
 from solaris.trace import DAY_MS, HOUR_MS
 
-NUM_BINS = 400
-EDGES = np.geomspace(1e-5, 1e3, NUM_BINS - 1)
-_LOG_LOW = float(np.log(EDGES[0]))
-_LOG_STEP = float(np.log(EDGES[1] / EDGES[0]))
+NUM_BINS = 398
+LOW, HIGH = 1e-5, 1e3  # expected uses that are told apart
 MEMORY_MS = (
     DAY_MS  # half-life of the values remembered: a whole day, so that the hour of the day does not move the price
 )
@@ -33,7 +32,7 @@ class Price:
     def __init__(self, budget: float) -> None:
         self.value = 0.0
         self._budget = budget
-        self._mass = np.zeros(NUM_BINS)
+        self._demand = Demand(LOW, HIGH, NUM_BINS)
         self._requested = 0.0
         self._since_ms: int | None = None
         self._clock_ms = 0
@@ -47,9 +46,7 @@ class Price:
             requested: pairs that the trigger's request asked for.
             ledger: inferences saved so far.
         """
-        positive = values[values > EDGES[0]]
-        bins = ((np.log(positive) - _LOG_LOW) / _LOG_STEP).astype(np.int64) + 1
-        self._mass += np.bincount(np.minimum(bins, NUM_BINS - 1), minlength=NUM_BINS)
+        self._demand.add(values[values > LOW])
         self._requested += requested
         if self._since_ms is None:
             self._since_ms = self._clock_ms = now_ms
@@ -57,7 +54,7 @@ class Price:
         if elapsed >= EVERY_MS:
             self._set(ledger, now_ms)
             keep = 0.5 ** (elapsed / MEMORY_MS)
-            self._mass *= keep
+            self._demand.keep(keep)
             self._requested *= keep
             self._clock_ms = now_ms
 
@@ -67,13 +64,4 @@ class Price:
         per_day = self._requested / max(seen_days, 1e-6)
         spare = (ledger - RESERVE * self._budget * per_day) / max(per_day * PULL_DAYS, 1e-9)
         share = float(np.clip(self._budget + spare, 0.2 * self._budget, 3 * self._budget))
-        above = np.cumsum(self._mass[::-1])[::-1]
-        wanted = share * self._requested
-        bin_ = int(np.searchsorted(-above, -wanted, side="left"))
-        # the first bin above which no more lies than is wanted; within the bin below, by its share
-        if bin_ == 0 or above[0] <= wanted:
-            self.value = 0.0
-        else:
-            excess = above[bin_ - 1] - wanted
-            part = excess / max(self._mass[bin_ - 1], 1e-9)
-            self.value = float(np.exp(_LOG_LOW + _LOG_STEP * (bin_ - 2 + part)))
+        self.value = self._demand.price(share * self._requested)

@@ -7,7 +7,6 @@ anew. What a pair is worth is learned from the served log (`solaris.outlook`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from solaris.explorer import Explorer
 from solaris.outlook import Outlook, Slate
 from streams.features import SLATE, FmLayout
 from streams.levels import Level
+from streams.recent import Recent
 from streams.requests import ServedRequest
 from streams.store import EmbeddingStore, Rows, lookup
 
@@ -75,9 +75,9 @@ class Speculator:
             client, kind=SLATE, dim=SLATE_DIM, max_rows=slate_size, ttl_ms=SLATE_TTL_MS, failover_ttl_ms=SLATE_TTL_MS
         )
         self.explorer = Explorer(explore_pairs, layout.user_dim)
-        self._explored: OrderedDict[int, Slate] = OrderedDict()
+        self._explored = Recent[int, Slate](MAX_EXPLORED)
         self._layout, self._version, self._cost = layout, version, cost
-        self._worths: OrderedDict[int, float] = OrderedDict()
+        self._worths = Recent[int, float](MAX_WORTHS)
         self._mean_worth = 1.0
 
     def remember(self, served: Sequence[ServedRequest]) -> None:
@@ -114,9 +114,6 @@ class Speculator:
             self.explorer.remember(user, embedding, slate)
         wider = self.explorer.propose(user, slate, embedding, time_ms)
         self._explored[user] = wider
-        self._explored.move_to_end(user)
-        if len(self._explored) > MAX_EXPLORED:
-            self._explored.popitem(last=False)
         return wider
 
     def plan(
@@ -180,9 +177,6 @@ class Speculator:
         worth = float((self.outlook.persistence(slate) * self.outlook.gains()[slate.levels]).sum())
         self._mean_worth += 0.01 * (worth - self._mean_worth)
         self._worths[user] = worth
-        self._worths.move_to_end(user)
-        if len(self._worths) > MAX_WORTHS:
-            self._worths.popitem(last=False)
 
 
 def slate_of(rows: Rows) -> Slate:

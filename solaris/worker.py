@@ -27,6 +27,7 @@ from solaris.speculator import Speculator
 from streams.events import ACTIVITY_TOPIC, EventError, decode_event, event_row, time_problem
 from streams.log import ActivityLog, Record, Retry, reject
 from streams.log.delivery import is_outage
+from streams.recent import Recent
 from streams.requests import SERVED_TOPIC, ServedRecordError, ServedRequest, decode_served
 from streams.rows import LOG_ROW
 from streams.schema import FeatureSchema
@@ -90,7 +91,7 @@ class Worker:
         self._bucket = TokenBucket(config.flops_per_s)
         self._price = Price(config.flops_per_s)
         self._rejected: list[tuple[Record, str]] = []
-        self._events_since: dict[int, int] = {}
+        self._events_since = Recent[int, int](KEPT_COUNTS)
         self._refill = Refill(client, self._computer.users, representer.version)
 
     def run(self, consumer: str, stop: threading.Event) -> None:
@@ -231,13 +232,8 @@ class Worker:
             for user, mask in zip(users, array["actions"].tolist(), strict=True):
                 due[user] = due.get(user, 0.0) + self._event_value(mask)
                 if self.config.min_events > 1:
-                    self._count(user)
+                    self._events_since[user] = self._events_since.get(user, 0) + 1
         return due
-
-    def _count(self, user: int) -> None:
-        self._events_since[user] = self._events_since.pop(user, 0) + 1
-        if len(self._events_since) > KEPT_COUNTS:
-            del self._events_since[next(iter(self._events_since))]
 
     def _event_value(self, mask: int) -> float:
         return max((value for bit, value in self._event_values if mask >> bit & 1), default=1.0)

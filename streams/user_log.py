@@ -7,7 +7,6 @@ same, without a lock. An event id that a producer gives to two different events 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import polars as pl
 import redis
 
+from streams.recent import Recent
 from streams.rows import LOG_ROW, RowArray, byte_keys, check_rows, first_of_run, row_order, user_key
 
 KEPT_SIZES = 100_000
@@ -57,7 +57,7 @@ class UserLog:
             raise ValueError(f"max_events is {max_events}, expected 1 or more")
         self._client = client
         self.max_events = max_events
-        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self._sizes = Recent[int, int](KEPT_SIZES)
 
     def append(self, users: Users, rows: RowArray) -> int:
         """Add events in one round trip; those that are there already change nothing.
@@ -104,9 +104,6 @@ class UserLog:
             if trim:
                 next(replies)
             self._sizes[user] = next(replies) if trim else self._sizes[user] + added
-            self._sizes.move_to_end(user)
-        while len(self._sizes) > KEPT_SIZES:
-            self._sizes.popitem(last=False)
         return new
 
     def history(self, user: int, before_ms: int, limit: int) -> RowArray:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -24,12 +24,14 @@ import redis
 import solaris
 from solaris.app import serve
 from solaris.app_batches import Batches
+from solaris.app_process import worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.metrics import WorkerMetrics
+from solaris.worker import Worker
 from streams.embedded import EmbeddedValkey
 from streams.events import ActivityEvent, decode_event, encode_event
 from streams.ids import id64
-from streams.log import Record, Retry
+from streams.log import REJECTED_SUFFIX, Record, Retry
 from streams.log.kafka import KafkaLog
 from streams.log.kafka_client import topic_specs
 from streams.log.kafka_consumer import SESSION_TIMEOUT_MS
@@ -233,6 +235,33 @@ def test_a_crash_between_handler_and_commit_brings_the_records_again(
     with running(kafka_address, worker, unique):
         wait_until(lambda: lag(log, unique) == 0)
     assert len(worker.records) == 300 and histories(client) == oracle(found)
+
+
+class Dying(EventWorker):
+    """One whose process is killed at work."""
+
+    def handle(self, records: Sequence[Record]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_handlers_process_that_dies_ends_the_worker_and_loses_nothing(
+    log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey, client: redis.Redis
+) -> None:
+    activity, found = topics_of(unique)[1], events(300)
+    publish(log, activity, found)
+    with worker_process(lambda: cast(Worker, Dying(server.client()))) as process:
+        assert Running(kafka_address, process, unique).ended() == 1
+    assert lag(log, unique) == 300
+    with (
+        worker_process(lambda: cast(Worker, EventWorker(server.client()))) as process,
+        running(kafka_address, process, unique) as app,
+    ):
+        wait_until(lambda: lag(log, unique) == 0)
+        metrics = httpx.get(f"{app.url}/metrics").text
+    assert f'solaris_kafka_records_total{{topic="{activity}"}} 300.0' in metrics
+    assert "solaris_rejected_total{" not in metrics
+    assert log.published(activity + REJECTED_SUFFIX) == 0, "no record was to blame"
+    assert histories(client) == oracle(found)
 
 
 def test_a_stalled_consumer_is_seen_and_its_process_ends(
