@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
 
-from solaris.returns import SHARES, expected_returns, predict_counts
+from solaris.returns import SHARES, counts_in_hindsight, expected_returns, predict_counts
 from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 CHUNK = 2_000  # requests scored at once
@@ -176,6 +176,20 @@ class ValueModel:
                 value[part] = exposure[part, None] * relative / np.maximum(relative.mean(axis=1, keepdims=True), 1e-6)
         # when uses fall within the TTL changes little from day to day: one fit serves
         return value, expected_returns(trace, self._ttl_ms, fits_ms[:1], table=self._table)
+
+    def in_hindsight(self, value: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A bound for `predict`: its values, with the level of each slate learned from the report's own days of other users. f4[R, N]."""
+        trace = self._trace
+        until_ms = int(trace.times_ms[-1]) - self._ttl_ms  # later labels are cut off by the end of the trace
+        label = self._uses.mean(axis=1, dtype=np.float32)
+        levels = [
+            counts_in_hindsight(trace, self._table, label, trace.report_ms, until_ms, cap=MAX_USES, seed=self._seed + i)
+            for i in range(NUM_SEEDS)
+        ]
+        learned = np.maximum(np.mean(levels, axis=0), LEAST_USES)
+        own = value.mean(axis=1)
+        factor = np.where(trace.times_ms >= trace.report_ms, learned / np.maximum(own, LEAST_USES), 1.0)
+        return value * factor[:, None].astype(np.float32)
 
     def _slate_uses(self, fits_ms: list[int]) -> NDArray[np.float32]:
         """Expected uses of the mean candidate of each request. f4[R]."""

@@ -36,6 +36,7 @@ ECHOES = (
 NUM_GAPS = 6
 SESSION_MS = HOUR_MS // 2
 SHARES = (1 / 4, 1 / 2, 1.0)  # horizons as shares of the TTL
+FOLDS = 5  # of users, for the bound
 LEAST_FIT = 50  # requests; with fewer a mean must do
 MAX_LABEL = 60.0  # one robot must not be the model
 
@@ -197,18 +198,59 @@ def predict_counts(
         if known < LEAST_FIT or not label[:known].any():
             result[serve] = label[:known].mean() if known else 0.0
             continue
-        # small trees: returns are noisy, larger ones were worse on later days
-        model = HistGradientBoostingRegressor(
-            loss="poisson",
-            learning_rate=0.06,
-            max_iter=100,
-            max_leaf_nodes=8,
-            min_samples_leaf=80,
-            l2_regularization=5.0,
-            max_features=0.3,
-            early_stopping=False,
-            random_state=seed,
-        )
+        model = _model(seed)
         model.fit(table[:known], np.minimum(label[:known], cap))
         result[serve] = model.predict(table[serve])
     return result
+
+
+def counts_in_hindsight(
+    trace: Trace,
+    table: NDArray[np.float32],
+    label: NDArray[np.float32],
+    since_ms: int,
+    until_ms: int,
+    *,
+    cap: float,
+    seed: int,
+) -> NDArray[np.float32]:
+    """A bound for `predict_counts`: what its models foresee if they may learn from the very days that they serve, of other users.
+
+    Args:
+        trace: the requests.
+        table: f4[R, F]; features of each.
+        label: f4[R]; what really followed.
+        since_ms, until_ms: requests between them are learned from, each by the models of users in other folds than its own.
+        cap: labels are cut here.
+        seed: of the folds and models.
+
+    Returns:
+        f4[R]; zeros where there was too little to learn from.
+    """
+    rng = np.random.default_rng(seed)
+    fold = rng.integers(0, FOLDS, int(trace.users.max(initial=0)) + 1)[trace.users]
+    known = (trace.times_ms >= since_ms) & (trace.times_ms < until_ms)
+    result = np.zeros(len(trace), dtype=np.float32)
+    for number in range(FOLDS):
+        others, own = known & (fold != number), fold == number
+        if np.count_nonzero(others) < LEAST_FIT or not label[others].any():
+            continue
+        model = _model(seed)
+        model.fit(table[others], np.minimum(label[others], cap))
+        result[own] = model.predict(table[own])
+    return result
+
+
+def _model(seed: int) -> HistGradientBoostingRegressor:
+    # small trees: returns are noisy, larger ones were worse on later days
+    return HistGradientBoostingRegressor(
+        loss="poisson",
+        learning_rate=0.06,
+        max_iter=100,
+        max_leaf_nodes=8,
+        min_samples_leaf=80,
+        l2_regularization=5.0,
+        max_features=0.3,
+        early_stopping=False,
+        random_state=seed,
+    )

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,12 @@ from solaris.trace import DAY_MS, HOUR_MS, Trace
 
 Row = dict[str, object]
 VALUE, REACTIVE, FREQUENCY, GREEDY = "expected_value", "reactive", "user_frequency", "oracle_greedy"
+HINDSIGHT = "levels_in_hindsight"
 PAIR_FREQUENCY, SHOWN, SHOWN_KNOWN = "pair_frequency", "expected_shown", "shown_returns_known"
 MAIN = (REACTIVE, "reactive_ranked", FREQUENCY, PAIR_FREQUENCY, VALUE, GREEDY)
 WARM_UP_MS = DAY_MS // 2  # before the rows that the report reads: the price finds its level
 NUM_FORESEEN = 1_000  # ads listed for a user; the largest K of the recall table
-KNOWN_TTL_MS = DAY_MS  # the bound of the shown ads' policy is run under the TTL of the headline only
+KNOWN_TTL_MS = DAY_MS  # further bounds are run under the TTL of the headline only
 NUM_PROPOSED = 600  # of these the policy considers; with 1,000 it covered as much
 
 
@@ -143,6 +145,9 @@ class Comparison:
             ),
             GREEDY: lambda: Table(GREEDY, uses.astype(np.float32), None, ttl_ms),
         }
+        if ttl_ms == KNOWN_TTL_MS:
+            hindsight = cache(lambda: model.in_hindsight(value))
+            makers[HINDSIGHT] = lambda: Table(HINDSIGHT, hindsight(), tail, ttl_ms, caution=2.0)
         if shared.foreseen is not None and shared.foreseen_pairs is not None:
             first, chances, pairs = shared.foreseen.first, shared.foreseen.chances, shared.foreseen_pairs
 

@@ -22,6 +22,7 @@ from kafka import KafkaAdminClient
 
 from loopfm.represent import Representer
 from solaris.app import serve
+from solaris.app_process import worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.speculator import SLATE_DIM
 from solaris.worker import TOPICS, Worker, WorkerConfig
@@ -158,17 +159,28 @@ def settings_of(place: WorkerPlace, name: str) -> KafkaWorkerSettings:
     )
 
 
-def work(place: WorkerPlace, name: str) -> None:
-    """The process of one worker."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server of these processes, which ends with the tests
+def work(place: WorkerPlace, name: str, together: bool) -> None:
+    """The process of one worker, which has its handler in another one; killed, it takes that one along at once, or not."""
+    die_with_parent()  # the server of these processes, which ends with the tests
+
+    def observed() -> Worker:
+        if together:
+            die_with_parent()
+        log, client = KafkaLog(place.kafka), redis.Redis.from_url(place.url)
+        representer = Representer.load(place.folder / "gem", place.folder / "autoencoder")
+        return Observed(client, log, representer, name, place.pause_s)
+
     torch.set_num_threads(1)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    log, client = KafkaLog(place.kafka), redis.Redis.from_url(place.url)
-    representer = Representer.load(place.folder / "gem", place.folder / "autoencoder")
-    worker = Observed(client, log, representer, name, place.pause_s)
-    sys.exit(serve(settings_of(place, name), worker, log, stop, group=place.group))
+    with worker_process(observed) as worker:
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        sys.exit(serve(settings_of(place, name), worker, KafkaLog(place.kafka), stop, group=place.group))
+
+
+def die_with_parent() -> None:
+    """Where the system can: no process is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Fleet:
@@ -232,7 +244,7 @@ class Fleet:
 
     def _start(self, name: str) -> Any:
         self._client.hdel(IN_HAND, name)
-        process = PROCESSES.Process(target=work, args=(self._place, name), name=name)
+        process = PROCESSES.Process(target=work, args=(self._place, name, self.kills % 2 == 0), name=name)
         process.start()
         return process
 

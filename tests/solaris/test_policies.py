@@ -10,7 +10,7 @@ import pytest
 from solaris.policies import PopularAds, ReactiveFill, Table, TtlRefresh, frequency_values, random_order
 from solaris.policy_reuse import reuse_probability
 from solaris.policy_value import PairFeatures, ValueModel, tails, true_uses
-from solaris.returns import features, true_returns
+from solaris.returns import counts_in_hindsight, features, true_returns
 from solaris.simulate import Moment, Setting, simulate
 from solaris.simulate_generate import Generator, generated_trace
 from solaris.simulate_measures import Measures
@@ -161,3 +161,19 @@ def test_generated_reuse_is_as_stated() -> None:
     assert again[:, :4].mean() == pytest.approx(stated[:, :4].mean(), abs=0.02)
     assert again[:, 4:].mean() == pytest.approx(stated[:, 4:].mean(), abs=0.03)
     assert len(np.unique(trace.candidates[0])) == trace.num_candidates
+
+
+def test_the_bound_in_hindsight_learns_from_others_alone(generated: Trace) -> None:
+    trace, table = generated, features(generated)
+    label = true_returns(trace, DAY_MS)[:, -1]
+    start, end = int(trace.times_ms[0]), int(trace.times_ms[-1]) - DAY_MS
+    found = counts_in_hindsight(trace, table, label, start, end, cap=60.0, seed=0)
+    inside = (trace.times_ms >= start) & (trace.times_ms < end)
+    assert found[inside].mean() == pytest.approx(label[inside].mean(), rel=0.2)
+    assert np.corrcoef(found[inside], label[inside])[0, 1] > 0.3
+    user = int(trace.users[0])
+    other = np.where(trace.users == user, 60.0, label).astype(np.float32)
+    again = counts_in_hindsight(trace, table, other, start, end, cap=60.0, seed=0)
+    mine = trace.users == user
+    assert np.array_equal(found[mine], again[mine]), "his own future is not known"
+    assert not np.array_equal(found[~mine], again[~mine]), "the others' is"
