@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import tempfile
 import threading
@@ -213,17 +214,16 @@ async def _run(
             failed = True
     watch.errors.labels("crash").inc(failed)
     stop.set()
-    try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await app.batches.finish()
-            await app.stop()
-    except TimeoutError:
-        logger.warning("the app did not stop within %.0f s; what is not committed will come again", STOP_TIMEOUT_S)
-    finally:
-        app.batches.close()
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await starting
+    for step in (app.batches.finish, app.stop):  # also if the first hangs, as a commit does while the broker is away
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S / 2):
+                await step()
+        except TimeoutError:
+            logger.warning("%s took more than %.0f s; what is not committed will come again", step, STOP_TIMEOUT_S / 2)
+    app.batches.close()
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await starting
     return int(failed)
 
 
@@ -243,7 +243,16 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
             signal.signal(number, lambda *_: stop.set())
         log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
         keep_loaded()
-        return serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
+        code = serve(settings, worker, log, stop, store=store_probe(settings.redis_url))
+    leave(code)
+    return code
+
+
+def leave(code: int) -> None:
+    """Ends the process at once if a thread is left that would hold it: Faust's own waits for a broker that is away without a bound."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        logging.shutdown()
+        os._exit(code)
 
 
 def make_worker(settings: KafkaWorkerSettings, kind: type[Worker] = Worker) -> Worker:

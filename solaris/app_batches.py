@@ -157,9 +157,10 @@ class Batches:
             self._watch.errors.labels("commit").inc()
             return
         offsets = {TP(message.topic, message.partition): message.offset + 1 for message in messages}
-        # Faust has no public way to commit offsets of one's own choice. It refuses those of partitions that are
-        # no longer ours, and waits for a broker that is away.
-        if not await app.consumer._commit(offsets):
+        ours = app.consumer.assignment()
+        offsets = {place: offset for place, offset in offsets.items() if place in ours}
+        # Faust has no public way to commit offsets of one's own choice. It waits for a broker that is away.
+        if not offsets or not await app.consumer._commit(offsets):
             self._watch.errors.labels("commit").inc()
             return
         for topic, number in Counter(message.topic for message in messages).items():

@@ -6,10 +6,11 @@ event loop it took about twice its time, and the loop was held up in turn. Batch
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import multiprocessing
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from streams.log import Record
 METRICS_PERIOD_S = 1.0
 """How often the worker's metrics come with a reply: collecting them takes a millisecond, and nobody scrapes more often."""
 
-logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
 
 
 class WorkerGoneError(BaseException):
@@ -59,7 +60,7 @@ class _Metrics(Collector):
 class WorkerProcess:
     """Makes a worker in a child process and does there what is asked of it here; one call at a time.
 
-    The child is forked, so this has to come before any thread, event loop or accelerator. It ends when this process does.
+    The child is forked, so this has to come before any thread, event loop or accelerator. It ends with this process.
 
     Args:
         make: makes the worker, in the child.
@@ -129,6 +130,7 @@ def worker_process(make: Callable[[], Worker]) -> Iterator[WorkerProcess]:
 def _serve(pipe: Connection, parents_end: Connection, make: Callable[[], Worker]) -> None:
     """Does what the parent asks for, until its end of the pipe is closed."""
     parents_end.close()  # or the end of the parent would not be seen
+    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the parent says when it is over
     try:
@@ -156,6 +158,12 @@ def _serve(pipe: Connection, parents_end: Connection, make: Callable[[], Worker]
                 worker.metrics.put_aside(*args)
         except Exception as failure:
             error = _portable(failure)
+
+
+def die_with_parent() -> None:
+    """A kill of the parent takes this process along at once; where the system cannot, it ends with its call, as the pipe has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _portable(error: Exception) -> Exception:

@@ -113,8 +113,9 @@ class Computer:
             done.asked = np.concatenate([plan.asked for plan in plans])
         if work:
             done.lost = self._compute([one for one, _ in work], [plan for _, plan in work])
-        for one in known:  # only now: a run that fails comes again, and must find him due
-            events.pop(one.user, None)
+        for one in known:  # only now: a run that failed or was lost comes again, and must find him due
+            if one.user not in done.lost:
+                events.pop(one.user, None)
         done.users, done.pairs = len(work), sum(len(plan.ads) for _, plan in work)
         done.flops = sum(plan.flops for _, plan in work)
         return done

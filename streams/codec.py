@@ -150,10 +150,11 @@ class Codec:
                 raise ValueError(f"user {user}: {shapes}, vectors {width} do not fit n rows of dim {self.dim}")
         if not rows:
             return []
-        ads = np.concatenate([part.ads for part in rows]).astype(np.uint64, copy=False)
-        state_ms = np.concatenate([part.state_ms for part in rows]).astype(np.int64, copy=False)
-        versions = np.concatenate([part.versions for part in rows]).astype(np.uint64, copy=False)
-        vectors = np.concatenate([part.vectors for part in rows]).astype(np.float32, copy=False)
+        # Each by itself: together, signed and unsigned ids would become floats.
+        ads = np.concatenate([np.asarray(part.ads, np.uint64) for part in rows])
+        state_ms = np.concatenate([np.asarray(part.state_ms, np.int64) for part in rows])
+        versions = np.concatenate([np.asarray(part.versions, np.uint64) for part in rows])
+        vectors = np.concatenate([np.asarray(part.vectors, np.float32) for part in rows])
         worth = np.concatenate([np.ones(len(part)) if part.worth is None else part.worth for part in rows])
         ends = np.cumsum([len(part) for part in rows]).tolist()
         scales = None

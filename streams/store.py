@@ -231,7 +231,7 @@ class EmbeddingStore:
         in_order = _in_order(last)
         if in_order and not earlier and len(last.ads) <= self.max_rows:
             return last
-        others = _others(earlier[0], last) if in_order and len(earlier) == 1 else None
+        others = _others(earlier[0], last) if in_order and len(earlier) == 1 and _in_order(earlier[0]) else None
         if others is not None:  # newer rows over those that are stored
             if not len(others.ads) and len(last.ads) <= self.max_rows:
                 return last

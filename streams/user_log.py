@@ -83,27 +83,28 @@ class UserLog:
         scores = rows["time_ms"][order].tolist()
         starts = np.flatnonzero(first_of_run(users[order])).tolist()
         pipe: Any = self._client.pipeline(transaction=False)
-        trimmed = []
+        planned = []
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
             user = int(users[order[start]])
             key = user_key(user, "log")
             pairs = [part for at in range(start, stop) for part in (scores[at], members[at])]
             pipe.execute_command("ZADD", key, *pairs)
             # A log that is half full at most, as far as we know, cannot overflow, even with another writer as busy as we are.
-            trim = 2 * (self._sizes.get(user, self.max_events) + stop - start) > self.max_events
+            size = self._sizes.get(user, self.max_events)
+            trim = 2 * (size + stop - start) > self.max_events
             if trim:
                 # The newest of (the newest so far and what is added) are the newest of all: trimming, too, knows no order.
                 pipe.execute_command("ZREMRANGEBYRANK", key, 0, -self.max_events - 1)
                 pipe.execute_command("ZCARD", key)
-            trimmed.append((user, trim))
+            planned.append((user, size, trim))
         replies = iter(pipe.execute())
         new = 0
-        for user, trim in trimmed:
+        for user, size, trim in planned:
             added = next(replies)
             new += added
             if trim:
                 next(replies)
-            self._sizes[user] = next(replies) if trim else self._sizes[user] + added
+            self._sizes[user] = next(replies) if trim else size + added
         return new
 
     def history(self, user: int, before_ms: int, limit: int) -> RowArray:

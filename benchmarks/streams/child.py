@@ -24,7 +24,7 @@ import numpy as np
 from kernels.host import keep_loaded, use_one_core
 from solaris.app import BUFFER_RECORDS, event_loop, make_worker, serve
 from solaris.app_batches import BatchWorker
-from solaris.app_process import worker_process
+from solaris.app_process import METRICS_PERIOD_S, worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.compute import Done
 from solaris.worker import TOPICS, Worker
@@ -99,6 +99,8 @@ def worker(args: argparse.Namespace) -> dict[str, object]:
         made = Measured(process, args.events, stop, args.kind == "fm")
         keep_loaded()
         serve(settings, made, KafkaLog(args.kafka), stop, group=args.group)
+        time.sleep(METRICS_PERIOD_S)
+        process.drain()  # the last metrics come with its reply
     ages = np.array(made.ages_ms[int(WARM_UP_SHARE * len(made.ages_ms)) :] or [0])
     done = process.metrics.registry.get_sample_value
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import signal
@@ -22,7 +21,7 @@ from kafka import KafkaAdminClient
 
 from loopfm.represent import Representer
 from solaris.app import serve
-from solaris.app_process import worker_process
+from solaris.app_process import die_with_parent, worker_process
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.speculator import SLATE_DIM
 from solaris.worker import TOPICS, Worker, WorkerConfig
@@ -159,13 +158,11 @@ def settings_of(place: WorkerPlace, name: str) -> KafkaWorkerSettings:
     )
 
 
-def work(place: WorkerPlace, name: str, together: bool) -> None:
-    """The process of one worker, which has its handler in another one; killed, it takes that one along at once, or not."""
+def work(place: WorkerPlace, name: str) -> None:
+    """The process of one worker, which has its handler in another one."""
     die_with_parent()  # the server of these processes, which ends with the tests
 
     def observed() -> Worker:
-        if together:
-            die_with_parent()
         log, client = KafkaLog(place.kafka), redis.Redis.from_url(place.url)
         representer = Representer.load(place.folder / "gem", place.folder / "autoencoder")
         return Observed(client, log, representer, name, place.pause_s)
@@ -175,12 +172,6 @@ def work(place: WorkerPlace, name: str, together: bool) -> None:
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         sys.exit(serve(settings_of(place, name), worker, KafkaLog(place.kafka), stop, group=place.group))
-
-
-def die_with_parent() -> None:
-    """Where the system can: no process is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class Fleet:
@@ -196,14 +187,15 @@ class Fleet:
         self.group = Group(place.kafka, place.group)
         self._place, self._client = place, redis.Redis.from_url(place.url)
         self.kills, self.in_hand, self.crashes = 0, 0, list[int]()
+        self._away = set[str]()
         self._processes = {name: self._start(name) for name in names}
 
     @property
     def names(self) -> list[str]:
         return list(self._processes)
 
-    def kill(self, name: str, *, broker_away: bool = False) -> None:
-        """SIGKILL; and another process takes the worker's place at once."""
+    def kill(self, name: str, *, broker_away: bool = False, replace: bool = True) -> None:
+        """SIGKILL; and another process takes the worker's place at once, or with `restore`."""
         process = self._processes[name]
         process.kill()
         process.join()
@@ -212,12 +204,21 @@ class Fleet:
             return
         self.kills += 1
         self.in_hand += not broker_away and self._was_in_hand(name)  # else nobody can tell
-        self._processes[name] = self._start(name)
+        if replace:
+            self._processes[name] = self._start(name)
+        else:
+            self._away.add(name)
+
+    def restore(self) -> None:
+        """Starts what was killed and not replaced."""
+        for name in self._away:
+            self._processes[name] = self._start(name)
+        self._away.clear()
 
     def supervise(self) -> None:
-        """Starts what has ended."""
+        """Starts what has ended by itself."""
         for name, process in self._processes.items():
-            if process.exitcode is not None:
+            if process.exitcode is not None and name not in self._away:
                 self.crashes.append(process.exitcode)
                 self._processes[name] = self._start(name)
 
@@ -244,7 +245,7 @@ class Fleet:
 
     def _start(self, name: str) -> Any:
         self._client.hdel(IN_HAND, name)
-        process = PROCESSES.Process(target=work, args=(self._place, name, self.kills % 2 == 0), name=name)
+        process = PROCESSES.Process(target=work, args=(self._place, name), name=name)
         process.start()
         return process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +35,22 @@ class Collector:
         """Nothing waits."""
 
 
+class Everything:
+    """All partitions."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 class App:
     """As much of a Faust app as a batch needs: the generation, and commits, which are kept."""
 
     def __init__(self) -> None:
         self.consumer_generation_id, self.commits, self.consumer = 1, list[dict[tuple[str, int], int]](), self
+        self.ours: Container[Any] = Everything()
+
+    def assignment(self) -> Container[Any]:
+        return self.ours
 
     async def _commit(self, offsets: dict[Any, int]) -> bool:
         self.commits.append({(place.topic, place.partition): offset for place, offset in offsets.items()})
@@ -127,6 +138,17 @@ def test_a_new_generation_goes_on_where_the_group_has_committed(
     handed.app.consumer_generation_id = 3
     handed.hand([22])
     assert handed.worker.batches == [[0, 1], [20, 21], [20, 21, 22]] and handed.skipped == 2
+
+
+def test_partitions_that_have_gone_to_another_worker_are_not_committed(
+    log: KafkaLog, kafka_address: str, unique: str
+) -> None:
+    fill(kafka_address, unique, 10)
+    handed = Handed(log, unique)
+    handed.app.ours = ()  # taken away while the batch was in hand
+    handed.hand([0, 1])
+    assert handed.worker.batches == [[0, 1]] and handed.app.commits == []
+    assert handed.watch.errors.labels("commit")._value.get() == 1
 
 
 def test_offsets_without_a_record_are_no_gap(log: KafkaLog, kafka_address: str, unique: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ import pytest
 import redis
 
 import solaris
-from solaris.app import serve
+from solaris.app import SolarisApp, serve
 from solaris.app_batches import Batches
 from solaris.app_process import worker_process
 from solaris.app_settings import KafkaWorkerSettings
@@ -235,6 +236,28 @@ def test_a_crash_between_handler_and_commit_brings_the_records_again(
     with running(kafka_address, worker, unique):
         wait_until(lambda: lag(log, unique) == 0)
     assert len(worker.records) == 300 and histories(client) == oracle(found)
+
+
+def test_a_commit_that_hangs_does_not_keep_the_app_from_leaving_its_group(
+    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    stopped, stop = [], SolarisApp.stop
+
+    async def noted(app: SolarisApp) -> None:
+        await stop(app)
+        stopped.append(app)
+
+    monkeypatch.setattr(Batches, "_commit", hang)
+    monkeypatch.setattr(SolarisApp, "stop", noted)
+    monkeypatch.setattr("solaris.app.STOP_TIMEOUT_S", 10.0)
+    publish(log, topics_of(unique)[1], events(10))
+    worker = EventWorker(client)
+    with running(kafka_address, worker, unique):
+        wait_until(lambda: len(worker.records) == 10)
+    assert len(stopped) == 1
 
 
 class Dying(EventWorker):

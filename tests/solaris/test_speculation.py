@@ -391,6 +391,28 @@ def test_late_events_count_towards_the_next_run(system: System, store: EmbeddedV
     assert changed == [False, False, True, False, False]
 
 
+def test_only_a_run_that_was_written_resets_the_count_of_events(
+    system: System, store: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = system.worker(store.client(), slate_size=NUM_ADS)
+    worker.handle([Record(ACTIVITY_TOPIC, "k", encode_event(event_of(system.dataset, 0)), "0")])
+    user = int(system.dataset.users[0])
+    events = {user: 3, user + 1: 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("solaris.compute.write_seen", lambda *_: [user])
+        assert worker._computer.run([user], 0.0, events).lost == [user]
+
+        def away(*_: object) -> list[int]:
+            raise redis.ConnectionError("away")
+
+        patch.setattr("solaris.compute.write_seen", away)
+        with pytest.raises(redis.ConnectionError):
+            worker._computer.run([user], 0.0, events)
+    assert events == {user: 3, user + 1: 1}
+    assert worker._computer.run([user], 0.0, events).lost == []
+    assert events == {user + 1: 1}
+
+
 def test_nothing_is_dropped_while_the_budget_allows_work(system: System, store: EmbeddedValkey) -> None:
     client = store.client()
     records = [Record(*record, "0") for record in traffic(system, 60)]

@@ -334,6 +334,13 @@ def test_rows_of_replaced_models_go_with_the_next_write(client: redis.Redis) -> 
     assert columns(new.read(8)) == [(1, 50, 9)], "not written yet"
 
 
+def test_an_ad_that_is_written_twice_at_once_is_stored_once(client: redis.Redis) -> None:
+    store = store_of(client)
+    best_first, newer = rows_of([(9, 1, 1, 0.5), (3, 1, 1, 0.5), (5, 1, 1, 0.5)]), rows_of([(3, 2, 1, 0.5)])
+    assert store.write([7, 7], [best_first, newer]) == 1
+    assert columns(store.read(7)) == [(3, 2, 1), (5, 1, 1), (9, 1, 1)]
+
+
 def test_what_was_read_before_is_written_unless_another_came_between(client: redis.Redis) -> None:
     pairs, others = store_of(client), EmbeddingStore(client, kind="user", dim=DIM, ttl_ms=1, failover_ttl_ms=60_000)
     pairs.write([7], [rows_of([(1, 1, 1, 0.5)])])

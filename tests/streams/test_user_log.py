@@ -79,6 +79,19 @@ def test_append_counts_new_rows_once(client: redis.Redis) -> None:
     assert log.append(users, rows) == 0
 
 
+def test_sizes_that_are_forgotten_within_a_batch_are_not_asked_for(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streams.user_log.KEPT_SIZES", 3)
+    log, rows = UserLog(client, max_events=100), np.zeros(2, LOG_ROW)
+    for user in (5, 6, 7):
+        rows["event_id"] = [user, user + 100]
+        assert log.append(np.full(2, user, np.uint64), rows) == 2
+    rows["event_id"] = [1, 2]
+    assert log.append(np.array([1, 5], np.uint64), rows) == 2, "user 1 takes the place of user 5 first"
+    assert len(log.history(5, 1, 10)) == 3
+
+
 def test_empty_inputs(client: redis.Redis) -> None:
     log = UserLog(client)
     nobody, never = np.empty(0, np.uint64), np.empty(0, np.int64)
