@@ -32,6 +32,7 @@ from streams.log.valkey import ValkeyLog
 from streams.requests import SERVED_TOPIC
 from streams.user_log import UserLog
 from tests.kafka_broker import Broker
+from tests.solaris.kafka_app import running
 from tests.solaris.kafka_system import (
     PARTITIONS,
     UserState,
@@ -44,7 +45,6 @@ from tests.solaris.kafka_system import (
     publish_pairs,
     wait_until,
 )
-from tests.solaris.test_app_kafka import running
 from tests.solaris.test_worker import NUM_ADS, caught_up
 from tests.system import System
 from tests.system import running as embedded
