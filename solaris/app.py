@@ -238,9 +238,9 @@ def run_kafka_worker(settings: KafkaWorkerSettings) -> int:
     """
     use_one_core()
     stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     with worker_process(lambda: make_worker(settings)) as worker:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
         log = KafkaLog(settings.kafka_bootstrap_servers, settings.security())
         keep_loaded()
         code = serve(settings, worker, log, stop, store=store_probe(settings.redis_url))

@@ -168,9 +168,9 @@ def work(place: WorkerPlace, name: str) -> None:
         return Observed(client, log, representer, name, place.pause_s)
 
     torch.set_num_threads(1)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     with worker_process(observed) as worker:
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
         sys.exit(serve(settings_of(place, name), worker, KafkaLog(place.kafka), stop, group=place.group))
 
 
