@@ -217,12 +217,8 @@ def counts_in_hindsight(
     """A bound for `predict_counts`: what its models foresee if they may learn from the very days that they serve, of other users.
 
     Args:
-        trace: the requests.
-        table: f4[R, F]; features of each.
-        label: f4[R]; what really followed.
+        trace, table, label, cap, seed: as there; the seed is also that of the folds.
         since_ms, until_ms: requests between them are learned from, each by the models of users in other folds than its own.
-        cap: labels are cut here.
-        seed: of the folds and models.
 
     Returns:
         f4[R]; zeros where there was too little to learn from.

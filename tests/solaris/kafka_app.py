@@ -18,7 +18,6 @@ import redis
 from solaris.app import serve
 from solaris.app_settings import KafkaWorkerSettings
 from solaris.metrics import WorkerMetrics
-from streams.embedded import EmbeddedValkey
 from streams.events import ActivityEvent, decode_event, encode_event
 from streams.ids import id64
 from streams.log import Record, Retry
@@ -155,20 +154,7 @@ def lag(log: KafkaLog, unique: str) -> int:
 
 
 @pytest.fixture
-def log(kafka_address: str, unique: str) -> Iterator[KafkaLog]:
+def kafka_log(kafka_address: str, unique: str) -> Iterator[KafkaLog]:
     with KafkaLog(kafka_address) as opened:
         opened.ensure_topics(topic_specs(PARTITIONS, topics_of(unique)))
         yield opened
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedValkey]:
-    with EmbeddedValkey(appendonly=False) as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: EmbeddedValkey) -> Iterator[redis.Redis]:
-    with server.client() as connected:
-        connected.flushall()
-        yield connected

@@ -40,16 +40,16 @@ from tests.solaris.kafka_app import (
 
 
 def test_events_end_in_the_user_log_as_the_oracle_has_them(
-    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis
+    kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis
 ) -> None:
     served, activity = topics_of(unique)
     worker, found = EventWorker(client), events(2_000)
-    publish(log, activity, found[:1_000])
-    publish(log, served, found[900:1_200])  # the same events again, by another topic
-    log.publish(activity, "7", b"poison")
-    publish(log, activity, found[1_000:])
+    publish(kafka_log, activity, found[:1_000])
+    publish(kafka_log, served, found[900:1_200])  # the same events again, by another topic
+    kafka_log.publish(activity, "7", b"poison")
+    publish(kafka_log, activity, found[1_000:])
     with running(kafka_address, worker, unique) as app:
-        wait_until(lambda: lag(log, unique) == 0)
+        wait_until(lambda: lag(kafka_log, unique) == 0)
         wait_until(app.ready)
         metrics = httpx.get(f"{app.url}/metrics").text
         assert f'solaris_kafka_records_total{{topic="{activity}"}} 2001.0' in metrics
@@ -57,7 +57,7 @@ def test_events_end_in_the_user_log_as_the_oracle_has_them(
         assert "solaris_kafka_rebalances_total 1.0" in metrics and "solaris_kafka_partitions 8.0" in metrics
         wait_until(lambda: worker.drained > 0)
     assert histories(client) == oracle(found)
-    assert log.published(f"{activity}.rejected") == 1
+    assert kafka_log.published(f"{activity}.rejected") == 1
     assert (
         f'solaris_rejected_total{{topic="{activity}"}} 1.0' in metrics and 'errors_total{kind="handler"} 2.0' in metrics
     )
@@ -70,7 +70,7 @@ def test_events_end_in_the_user_log_as_the_oracle_has_them(
 
 
 def test_stopping_finishes_and_commits_what_is_in_hand(
-    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis
+    kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis
 ) -> None:
     entered, outage = threading.Event(), threading.Event()
 
@@ -83,19 +83,19 @@ def test_stopping_finishes_and_commits_what_is_in_hand(
             super().handle(records)
 
     worker = Slow(client)
-    publish(log, topics_of(unique)[1], events(40))
+    publish(kafka_log, topics_of(unique)[1], events(40))
     with running(kafka_address, worker, unique):
         assert entered.wait(DEADLINE_S)
     handled = len(worker.records)
-    assert handled > 0 and lag(log, unique) == 40 - handled
+    assert handled > 0 and lag(kafka_log, unique) == 40 - handled
 
     outage.set()
     entered.clear()
     worker.metrics = WorkerMetrics()
-    publish(log, topics_of(unique)[1], events(40, 40))
+    publish(kafka_log, topics_of(unique)[1], events(40, 40))
     with running(kafka_address, worker, unique):  # stops although the store stays away
         assert entered.wait(DEADLINE_S)
-    assert lag(log, unique) == 80 - handled
+    assert lag(kafka_log, unique) == 80 - handled
 
 
 def test_the_broker_may_be_away_at_the_start_and_later(
@@ -107,7 +107,7 @@ def test_the_broker_may_be_away_at_the_start_and_later(
     activity, found, published = topics_of(unique)[1], events(400), list[ActivityEvent]()
     worker = EventWorker(client, pause_s=0.1)
     broker.kill()
-    with running(broker.address, worker, unique) as app, KafkaLog(broker.address) as log:
+    with running(broker.address, worker, unique) as app, KafkaLog(broker.address) as kafka_log:
         wait_until(lambda: any("outage" in record.message for record in caplog.records))
         assert httpx.get(f"{app.url}/ready").json()["status"] == "the broker is away"
         assert httpx.get(f"{app.url}/health").status_code == 200
@@ -118,7 +118,7 @@ def test_the_broker_may_be_away_at_the_start_and_later(
             while len(published) < len(found):
                 part = found[len(published) : len(published) + 10]
                 try:
-                    publish(log, activity, part)
+                    publish(kafka_log, activity, part)
                 except Exception:
                     time.sleep(0.2)
                 else:
@@ -135,7 +135,7 @@ def test_the_broker_may_be_away_at_the_start_and_later(
         assert 0 < len(tries) <= 300, Counter(tries)  # consumer, watch and producer together
         broker.start()
         producer.join(DEADLINE_S)
-        wait_until(lambda: lag(log, unique) == 0)
+        wait_until(lambda: lag(kafka_log, unique) == 0)
         wait_until(app.ready)
     assert histories(client) == oracle(found)
     lines = [f"{r.name}: {r.getMessage()}" for r in caplog.records if r.levelno >= logging.WARNING]
@@ -163,7 +163,7 @@ sys.exit(serve(settings_of(address), Named(client, .02), KafkaLog(address), thre
 
 
 def test_a_killed_worker_is_replaced_by_another(
-    log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey, client: redis.Redis
+    kafka_log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey, client: redis.Redis
 ) -> None:
     found, activity = events(4_000), topics_of(unique)[1]
 
@@ -179,17 +179,17 @@ def test_a_killed_worker_is_replaced_by_another(
         at = 0
         while not (done("one") and done("two")):  # until both have their share
             assert at < 3_000, "the workers did not share the partitions in time"
-            publish(log, activity, found[at : at + 20])
+            publish(kafka_log, activity, found[at : at + 20])
             at += 20
             time.sleep(0.4)
-        publish(log, activity, found[at : at + 500])
+        publish(kafka_log, activity, found[at : at + 500])
         at += 500
-        wait_until(lambda: lag(log, unique) < 400)
+        wait_until(lambda: lag(kafka_log, unique) < 400)
         os.kill(workers[0].pid, signal.SIGKILL)
         killed_s = time.monotonic()
         workers[0].wait()
-        publish(log, activity, found[at:])
-        wait_until(lambda: lag(log, unique) == 0)
+        publish(kafka_log, activity, found[at:])
+        wait_until(lambda: lag(kafka_log, unique) == 0)
         assert time.monotonic() - killed_s < SESSION_TIMEOUT_MS / 1000 + 5
     finally:
         for process in workers:

@@ -35,10 +35,10 @@ from tests.solaris.kafka_app import (
 
 
 def test_a_crash_between_handler_and_commit_brings_the_records_again(
-    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, found = EventWorker(client), events(300)
-    publish(log, topics_of(unique)[1], found)
+    publish(kafka_log, topics_of(unique)[1], found)
 
     def boom(*_: object) -> None:
         raise RuntimeError("boom")
@@ -47,16 +47,16 @@ def test_a_crash_between_handler_and_commit_brings_the_records_again(
         patch.setattr("solaris.app_batches.TP", boom)
         crashed = Running(kafka_address, worker, unique)
         assert crashed.ended() == 1
-    assert len(worker.records) > 0 and lag(log, unique) == 300
+    assert len(worker.records) > 0 and lag(kafka_log, unique) == 300
     worker.batches.clear()
     worker.metrics = WorkerMetrics()
     with running(kafka_address, worker, unique):
-        wait_until(lambda: lag(log, unique) == 0)
+        wait_until(lambda: lag(kafka_log, unique) == 0)
     assert len(worker.records) == 300 and histories(client) == oracle(found)
 
 
 def test_a_commit_that_hangs_does_not_keep_the_app_from_leaving_its_group(
-    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(*_: object) -> None:
         await asyncio.Event().wait()
@@ -70,7 +70,7 @@ def test_a_commit_that_hangs_does_not_keep_the_app_from_leaving_its_group(
     monkeypatch.setattr(Batches, "_commit", hang)
     monkeypatch.setattr(SolarisApp, "stop", noted)
     monkeypatch.setattr("solaris.app.STOP_TIMEOUT_S", 10.0)
-    publish(log, topics_of(unique)[1], events(10))
+    publish(kafka_log, topics_of(unique)[1], events(10))
     worker = EventWorker(client)
     with running(kafka_address, worker, unique):
         wait_until(lambda: len(worker.records) == 10)
@@ -85,27 +85,27 @@ class Dying(EventWorker):
 
 
 def test_a_handlers_process_that_dies_ends_the_worker_and_loses_nothing(
-    log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey, client: redis.Redis
+    kafka_log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey, client: redis.Redis
 ) -> None:
     activity, found = topics_of(unique)[1], events(300)
-    publish(log, activity, found)
+    publish(kafka_log, activity, found)
     with worker_process(lambda: cast(Worker, Dying(server.client()))) as process:
         assert Running(kafka_address, process, unique).ended() == 1
-    assert lag(log, unique) == 300
+    assert lag(kafka_log, unique) == 300
     with (
         worker_process(lambda: cast(Worker, EventWorker(server.client()))) as process,
         running(kafka_address, process, unique) as app,
     ):
-        wait_until(lambda: lag(log, unique) == 0)
+        wait_until(lambda: lag(kafka_log, unique) == 0)
         metrics = httpx.get(f"{app.url}/metrics").text
     assert f'solaris_kafka_records_total{{topic="{activity}"}} 300.0' in metrics
     assert "solaris_rejected_total{" not in metrics
-    assert log.published(activity + REJECTED_SUFFIX) == 0, "no record was to blame"
+    assert kafka_log.published(activity + REJECTED_SUFFIX) == 0, "no record was to blame"
     assert histories(client) == oracle(found)
 
 
 def test_a_stalled_consumer_is_seen_and_its_process_ends(
-    log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def swallow(self: Batches, app: Any, events: Sequence[Any]) -> None:
         """Stands for a consumer whose records get nowhere, while its session lives."""
@@ -116,6 +116,6 @@ def test_a_stalled_consumer_is_seen_and_its_process_ends(
     monkeypatch.setattr(Batches, "handle", swallow)
     app = Running(kafka_address, EventWorker(client), unique)
     wait_until(app.ready)
-    publish(log, topics_of(unique)[1], events(10))
+    publish(kafka_log, topics_of(unique)[1], events(10))
     wait_until(lambda: httpx.get(f"{app.url}/ready").json()["status"] == "stalled")
-    assert app.ended() == 1 and lag(log, unique) == 10
+    assert app.ended() == 1 and lag(kafka_log, unique) == 10
