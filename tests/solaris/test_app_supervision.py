@@ -104,6 +104,16 @@ def test_a_handlers_process_that_dies_ends_the_worker_and_loses_nothing(
     assert histories(client) == oracle(found)
 
 
+def test_a_handlers_process_that_dies_idle_is_missed_as_well(
+    kafka_log: KafkaLog, kafka_address: str, unique: str, server: EmbeddedValkey
+) -> None:
+    with worker_process(lambda: cast(Worker, EventWorker(server.client()))) as process:
+        idle = Running(kafka_address, process, unique)
+        wait_until(idle.ready)
+        process._process.kill()
+        assert idle.ended() == 1
+
+
 def test_a_stalled_consumer_is_seen_and_its_process_ends(
     kafka_log: KafkaLog, kafka_address: str, unique: str, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
