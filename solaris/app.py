@@ -214,16 +214,25 @@ async def _run(
             failed = True
     watch.errors.labels("crash").inc(failed)
     stop.set()
-    for step in (app.batches.finish, app.stop):  # also if the first hangs, as a commit does while the broker is away
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S / 2):
-                await step()
-        except TimeoutError:
-            logger.warning("%s took more than %.0f s; what is not committed will come again", step, STOP_TIMEOUT_S / 2)
-    app.batches.close()
-    starting.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await starting
+    try:
+        for step in (
+            app.batches.finish,
+            app.stop,
+        ):  # also if the first hangs, as a commit does while the broker is away
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S / 2):
+                    await step()
+            except TimeoutError:
+                logger.warning(
+                    "%s took more than %.0f s; what is not committed will come again",
+                    step.__qualname__,
+                    STOP_TIMEOUT_S / 2,
+                )
+    finally:
+        app.batches.close()
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await starting
     return int(failed)
 
 
